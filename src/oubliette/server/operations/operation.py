@@ -1,0 +1,70 @@
+"""What an operation is: declared once, offered by every door.
+
+A door (MCP, the relay socket, later REST and the command line) knows a name and JSON parameters; the gate decides
+whether this actor may; `run` does it. Parameters and results are msgspec structs, so the schemas that doors show
+are the types that the code uses.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from oubliette.server.tokens.token import Actor, Scope
+
+P = TypeVar("P", bound=msgspec.Struct)
+
+
+class Target(StrEnum):
+    """What an operation acts on; the project is resolved from it, never believed from an argument."""
+
+    NOTHING = "nothing"
+    PROJECT = "project"
+    SESSION = "session"
+    OWNED_SESSION = "owned session"  # only its owner
+
+
+class Followed(Protocol):
+    """The asker's own channel back while a request runs, where its door has one."""
+
+    @property
+    def wants_events(self) -> bool:
+        """Whether the asker opted in to notifications on this request."""
+        ...
+
+    def push(self, event: dict[str, Any]) -> None:
+        """Queue one event for the asker; a channel that is full or gone ends itself."""
+        ...
+
+    def progress(self, message: str) -> None:
+        """Tell the asker that the request lives, if it asked to be told."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One call of an operation: by whom, through which door, and with which channel back."""
+
+    actor: Actor
+    door: str  # "mcp", "relay", "local"
+    stream_id: str | None = None  # the MCP session that asked; its streams become carriers of what it touches
+    followed: Followed | None = None
+    call_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Generic[P]):
+    name: str
+    scope: Scope
+    target: Target
+    params: type[P]
+    summary: str  # honest, for a model to read
+    run: Callable[[Asked, P], Awaitable[msgspec.Struct]]
+    result: type[msgspec.Struct]
+    writes: bool  # leaves an audit row
+    title: str = ""
+    hints: dict[str, bool] = field(default_factory=dict[str, bool])  # MCP annotations, only where true
+    inside: bool = True  # whether it may be asked out of a box at all
+    derived: bool = True  # whether a key that the server derived for a box may ask it
