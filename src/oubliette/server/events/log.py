@@ -1,0 +1,125 @@
+"""The append-only log of a session: what every carrier, page and follower is a view of.
+
+The index comes from a counter on the session's row, inside the transaction that writes the event, so commit order
+is index order and no index is ever used twice. Beyond a bound the oldest events go, and who asks for them is told
+the oldest that is left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from oubliette.server.errors import InvalidParams, NotFound, Purged
+from oubliette.server.limits import EVENT_BYTES_PER_SESSION, EVENTS_PAGE, EVENTS_PER_SESSION, PAGE_BYTES
+from oubliette.server.storage.database import Database, Tx
+from oubliette.wire.events import Event
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+PURGE_EVERY = 64  # the bound is looked at once in so many events
+PURGE_ROWS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Some events in order. `last_index` is that of the last event *here*, so that paging loses nothing."""
+
+    events: list[dict[str, Any]]
+    last_index: int
+    end_index: int  # the last index of the log; more pages follow while it is above `last_index`
+    first_index: int
+
+
+class EventLog:
+    def __init__(
+        self, database: Database, *, events_kept: int = EVENTS_PER_SESSION, bytes_kept: int = EVENT_BYTES_PER_SESSION
+    ) -> None:
+        self._database = database
+        self._events_kept = events_kept
+        self._bytes_kept = bytes_kept
+
+    async def append(self, tx: Tx, session_id: str, events: Sequence[Event], now: float) -> int:
+        """Add events to a session's log; the last index so far (with no events, that of the log)."""
+        bodies = [_encode(event) for event in events]
+        row = await tx.one(
+            "UPDATE sessions SET next_index = next_index + ?, event_bytes = event_bytes + ? WHERE id = ?"
+            " RETURNING next_index, first_index, event_bytes",
+            len(bodies),
+            sum(map(len, bodies)),
+            session_id,
+        )
+        if row is None:
+            raise NotFound(f"no session {session_id}")
+        end, first, size = row
+        index = end - len(bodies)
+        for event, body in zip(events, bodies, strict=True):
+            await tx.run(
+                "INSERT INTO events (session_id, idx, type, at, body) VALUES (?, ?, ?, ?, ?)",
+                session_id,
+                index,
+                event.__struct_config__.tag,
+                now,
+                body,
+            )
+            index += 1
+        over = end - first > self._events_kept or size > self._bytes_kept
+        if over and (end % PURGE_EVERY == 0 or end - first > self._events_kept + PURGE_EVERY or len(bodies) > 1):
+            await self._purge(tx, session_id, end=end, first=first, size=size)
+        return end - 1
+
+    async def _purge(self, tx: Tx, session_id: str, *, end: int, first: int, size: int) -> None:
+        rows = await tx.all(
+            "SELECT idx, length(body) FROM events WHERE session_id = ? ORDER BY idx LIMIT ?", session_id, PURGE_ROWS
+        )
+        for index, length in rows:
+            if end - first <= self._events_kept and size <= self._bytes_kept:
+                break
+            first, size = index + 1, size - length
+        await tx.run("DELETE FROM events WHERE session_id = ? AND idx < ?", session_id, first)
+        await tx.run("UPDATE sessions SET first_index = ?, event_bytes = ? WHERE id = ?", first, size, session_id)
+
+    async def page(
+        self, session_id: str, since_index: int, *, max_events: int = EVENTS_PAGE, max_bytes: int = PAGE_BYTES
+    ) -> Page:
+        """Events after `since_index` (-1: from the start). Raises `Purged` where the log no longer reaches back."""
+        max_events = max(1, min(max_events, EVENTS_PAGE))
+
+        async def read(tx: Tx) -> Page:
+            row = await tx.one("SELECT first_index, next_index FROM sessions WHERE id = ?", session_id)
+            if row is None:
+                raise NotFound(f"no session {session_id}")
+            first, end = row
+            if since_index >= end:
+                raise InvalidParams(f"since_index {since_index} is ahead of the log, which ends at {end - 1}")
+            if since_index + 1 < first:
+                raise Purged(
+                    f"events before index {first} have been purged (oldest available: {first})", oldest_index=first
+                )
+            rows = await tx.all(
+                "SELECT idx, at, body FROM events WHERE session_id = ? AND idx > ? ORDER BY idx LIMIT ?",
+                session_id,
+                since_index,
+                max_events,
+            )
+            events: list[dict[str, Any]] = []
+            room = max_bytes
+            for index, at, body in rows:
+                room -= len(body)
+                if room < 0 and events:
+                    break
+                events.append({"session_id": session_id, "index": index, "at": at, **_decode(body)})
+            last = events[-1]["index"] if events else max(since_index, first - 1)
+            return Page(events=events, last_index=last, end_index=end - 1, first_index=first)
+
+        return await self._database.read(read)
+
+    async def end_index(self, session_id: str) -> int:
+        async def read(tx: Tx) -> int:
+            row = await tx.one("SELECT next_index FROM sessions WHERE id = ?", session_id)
+            if row is None:
+                raise NotFound(f"no session {session_id}")
+            return row[0] - 1
+
+        return await self._database.read(read)

@@ -1,0 +1,200 @@
+"""Issue, verify and revoke tokens.
+
+A token is `oub_` and 64 hex digits, 256 random bits, shown once. Stored is its SHA-256: with that much entropy a
+slow password hash would protect nothing and cost every call. Verified at every use, never cached: a key revoked a
+second ago must not work.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from oubliette.server import ids
+from oubliette.server.clock import Clock
+from oubliette.server.errors import Conflict, NotFound, Unauthenticated
+from oubliette.server.storage.database import Database, Row, Tx
+from oubliette.server.tokens.token import Actor, Scope, Token
+
+PREFIX = "oub_"
+_SECRET = re.compile(r"oub_[0-9a-f]{64}\Z")
+_COLUMNS = "id, principal, name, hint, scope, project_id, session_id, created_at, expires_at, revoked_at, last_used_at"
+# `last_used_at` is for people; a write per call would be for nobody.
+USED_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A fresh token with its secret; the only place where both are together."""
+
+    token: Token
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"Issued(token={self.token!r})"
+
+
+def hashed(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _token(row: Row) -> Token:
+    return Token(
+        id=row[0],
+        principal=row[1],
+        name=row[2],
+        hint=row[3],
+        scope=Scope(row[4]),
+        project_id=row[5],
+        session_id=row[6],
+        created_at=row[7],
+        expires_at=row[8],
+        revoked_at=row[9],
+        last_used_at=row[10],
+    )
+
+
+class Tokens:
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def verify(self, secret: str | None, *, session_id: str | None = None) -> Actor:
+        """Who this key is, now. `session_id` is the session whose relay socket the key came by, if it did.
+
+        Raises `Unauthenticated`. A key that the server derived for a session is good on that session's socket only.
+        """
+        if secret is None or not _SECRET.match(secret):
+            raise Unauthenticated
+        digest = hashed(secret)
+
+        async def find(tx: Tx) -> Row | None:
+            return await tx.one(f"SELECT {_COLUMNS} FROM tokens WHERE hash = ?", digest)  # noqa: S608 - our own words
+
+        row = await self._database.read(find)
+        if row is None:
+            raise Unauthenticated
+        token = _token(row)
+        now = self._clock.now()
+        if token.revoked_at is not None or (token.expires_at is not None and token.expires_at <= now):
+            raise Unauthenticated
+        derived = token.session_id is not None
+        if derived and token.session_id != session_id:
+            raise Unauthenticated
+        if token.last_used_at is None or now - token.last_used_at > USED_EVERY_S:
+            await self._used(token.id, now)
+        return Actor(
+            principal=token.principal,
+            scope=token.scope,
+            token_id=token.id,
+            project_id=token.project_id,
+            session_id=session_id,
+            derived=derived,
+        )
+
+    async def is_live(self, token_id: str) -> bool:
+        """Whether the token could still be verified now; for streams that outlive the call that opened them."""
+
+        async def find(tx: Tx) -> Row | None:
+            return await tx.one("SELECT revoked_at, expires_at FROM tokens WHERE id = ?", token_id)
+
+        row = await self._database.read(find)
+        return row is not None and row[0] is None and (row[1] is None or row[1] > self._clock.now())
+
+    async def _used(self, token_id: str, now: float) -> None:
+        async def touch(tx: Tx) -> None:
+            await tx.run("UPDATE tokens SET last_used_at = ? WHERE id = ?", now, token_id)
+
+        await self._database.write(touch)
+
+
+async def issue(
+    tx: Tx,
+    *,
+    name: str,
+    scope: Scope,
+    now: float,
+    expires_at: float | None = None,
+    project_id: str | None = None,
+    derived_for: str | None = None,
+    creator: str | None = None,
+) -> Issued:
+    """Make a token. `derived_for` is the session that it lives and dies with; it is then owned by that session."""
+    taken = await tx.one("SELECT 1 FROM tokens WHERE name = ? AND revoked_at IS NULL AND session_id IS NULL", name)
+    if taken and derived_for is None:
+        raise Conflict(f"a token named {name!r} exists: choose another name or revoke that one first")
+    secret = PREFIX + ids.new_key()
+    token = Token(
+        id=ids.new_token_id(),
+        principal=ids.new_principal(),
+        name=name,
+        hint=secret[-4:],
+        scope=scope,
+        project_id=project_id,
+        session_id=derived_for,
+        created_at=now,
+        expires_at=expires_at,
+        revoked_at=None,
+        last_used_at=None,
+    )
+    await tx.run(
+        "INSERT INTO tokens (id, principal, name, hash, hint, scope, project_id, session_id, creator, created_at,"
+        " expires_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        token.id,
+        token.principal,
+        name,
+        hashed(secret),
+        token.hint,
+        scope.value,
+        project_id,
+        derived_for,
+        creator,
+        now,
+        expires_at,
+    )
+    return Issued(token, secret)
+
+
+async def listed(tx: Tx) -> list[Token]:
+    """Every token that a person made, newest first."""
+    rows = await tx.all(f"SELECT {_COLUMNS} FROM tokens WHERE session_id IS NULL ORDER BY created_at DESC, id")  # noqa: S608
+    return [_token(row) for row in rows]
+
+
+async def revoke(tx: Tx, id_or_name: str, now: float) -> Token:
+    """Revoke by public id or by name; revoking twice is no error. Refuses to revoke the last live admin token."""
+    row = await tx.one(
+        f"SELECT {_COLUMNS} FROM tokens WHERE session_id IS NULL AND (id = ? OR name = ?)"  # noqa: S608
+        " ORDER BY revoked_at IS NOT NULL, created_at DESC",
+        id_or_name,
+        id_or_name,
+    )
+    if row is None:
+        raise NotFound(f"no token has the id or name {id_or_name!r}: token_list shows them")
+    token = _token(row)
+    if token.revoked_at is not None:
+        return token
+    if token.scope is Scope.ADMIN:
+        other = await tx.one(
+            "SELECT 1 FROM tokens WHERE scope = 'admin' AND id <> ? AND revoked_at IS NULL AND session_id IS NULL"
+            " AND (expires_at IS NULL OR expires_at > ?)",
+            token.id,
+            now,
+        )
+        if other is None:
+            raise Conflict("this is the last live admin token: create another before you revoke it")
+    await tx.run("UPDATE tokens SET revoked_at = ? WHERE id = ?", now, token.id)
+    return token
+
+
+async def revoke_derived(tx: Tx, session_id: str, now: float) -> None:
+    """A session's derived key dies with it."""
+    await tx.run("UPDATE tokens SET revoked_at = ? WHERE session_id = ? AND revoked_at IS NULL", now, session_id)
+
+
+async def has_admin(tx: Tx, now: float) -> bool:
+    row = await tx.one(
+        "SELECT 1 FROM tokens WHERE scope = 'admin' AND revoked_at IS NULL AND session_id IS NULL"
+        " AND (expires_at IS NULL OR expires_at > ?)",
+        now,
+    )
+    return row is not None
