@@ -25,7 +25,7 @@ _FIRST = (
         owner TEXT NOT NULL, token_id TEXT, state TEXT NOT NULL, reason TEXT,
         parent_id TEXT, root_id TEXT NOT NULL, depth INTEGER NOT NULL,
         settings TEXT NOT NULL,
-        caller_id TEXT, caller_tools TEXT, caller_settings TEXT,
+        declaration TEXT, stream_id TEXT,
         next_index INTEGER NOT NULL DEFAULT 0, first_index INTEGER NOT NULL DEFAULT 0,
         event_bytes INTEGER NOT NULL DEFAULT 0,
         turns INTEGER NOT NULL DEFAULT 0, external_id TEXT, source TEXT,
