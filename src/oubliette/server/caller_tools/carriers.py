@@ -12,6 +12,7 @@ beyond what was promised, is *absent*, and its pending calls end as disconnected
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -268,6 +269,8 @@ class Carriers:
         if not reach.on:
             return
         wait = self._gone_in(reach)
+        if wait == math.inf:
+            return
         loop = asyncio.get_running_loop()
         reach.timer = loop.call_later(max(0.0, wait), self._look_for, session_id)
 

@@ -104,8 +104,8 @@ def ended(call: Call, stimulus: Stimulus, now: float, content: bytes | str = b""
         outcome, error = content, None
     else:
         assert isinstance(content, str)
-        failure = Failure(kind=_WORDS[stimulus], message=content or _default(call, stimulus))
-        outcome, error = msgspec.json.encode(failure), failure.message
+        error = content or _default(call, stimulus)
+        outcome = failure(stimulus, error)
     duration_ms = max(0, round((now - call.created_at) * 1000))
     events: list[Event] = []
     if state in _UNWANTED:
@@ -127,6 +127,11 @@ _WORDS: Mapping[Stimulus, str] = {
 }
 
 
+def failure(stimulus: Stimulus, message: str) -> bytes:
+    """The outcome of a call that ended without a result, as it is stored."""
+    return msgspec.json.encode(Failure(kind=_WORDS[stimulus], message=message))
+
+
 def _default(call: Call, stimulus: Stimulus) -> str:
     if stimulus is Stimulus.EXPIRE:
         waited = call.deadline_at - call.created_at
@@ -144,8 +149,8 @@ def result(call: Call) -> bytes:
     assert call.outcome is not None
     if call.state is State.ANSWERED:
         return call.outcome
-    failure = msgspec.json.decode(call.outcome, type=Failure)
-    raise _FAILURES[failure.kind](failure.message)
+    stored = msgspec.json.decode(call.outcome, type=Failure)
+    raise _FAILURES[stored.kind](stored.message)
 
 
 def refusal(call: Call | None, outcome: bytes | None) -> str:

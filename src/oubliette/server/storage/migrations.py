@@ -44,7 +44,7 @@ _FIRST = (
     # Every writing request of a box: caller tools and operations alike (a call key names it to the droid's side).
     """CREATE TABLE calls (
         request_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, call_key TEXT NOT NULL,
-        kind TEXT NOT NULL, tool TEXT NOT NULL, digest BLOB NOT NULL, arguments BLOB,
+        kind TEXT NOT NULL, tool TEXT NOT NULL, digest BLOB NOT NULL, arguments BLOB, request_index INTEGER,
         owner TEXT, instance TEXT, state TEXT NOT NULL, redelivery INTEGER NOT NULL DEFAULT 0,
         created_at REAL NOT NULL, deadline_at REAL, deadline_max_at REAL, timeout_s REAL,
         ended_at REAL, outcome BLOB,
