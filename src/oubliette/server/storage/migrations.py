@@ -69,7 +69,7 @@ _FIRST = (
     """CREATE TABLE mcp_sessions (
         id TEXT PRIMARY KEY, principal TEXT NOT NULL, token_id TEXT, version TEXT NOT NULL,
         capabilities TEXT NOT NULL, client TEXT NOT NULL, log_level TEXT, initialized INTEGER NOT NULL DEFAULT 0,
-        created_at REAL NOT NULL, seen_at REAL NOT NULL)""",
+        subscriptions TEXT NOT NULL DEFAULT '[]', created_at REAL NOT NULL, seen_at REAL NOT NULL)""",
     "CREATE INDEX mcp_sessions_by_principal ON mcp_sessions (principal, seen_at)",
 )
 
