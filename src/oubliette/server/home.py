@@ -1,0 +1,81 @@
+"""A home: the folder of one installation, and the lock that lets one process at a time use it."""
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from oubliette.server.errors import Conflict, NotConfigured
+
+# What the kernel takes as the address of a unix socket, its closing zero included.
+_ADDRESS_BYTES = 108
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    path: Path
+
+    @property
+    def database(self) -> Path:
+        return self.path / "oubliette.db"
+
+    @property
+    def admin_socket(self) -> Path:
+        """Where the command line speaks to the server; who may is the kernel's word on the other side's user."""
+        return self.path / "admin.sock"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def workspaces(self) -> Path:
+        return self.path / "workspaces"
+
+    @property
+    def boxes(self) -> Path:
+        return self.path / "boxes"
+
+    def make(self) -> None:
+        """Make the folder, closed to everybody else; again is no error. Raises `NotConfigured`."""
+        if len(os.fsencode(self.admin_socket)) >= _ADDRESS_BYTES:
+            raise NotConfigured(f"{self.path}: the path is too long for a socket in it; choose a shorter home")
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.path.stat()
+        except OSError as error:
+            raise NotConfigured(f"{self.path}: cannot be made a home: {error.strerror}") from None
+        if found.st_uid != os.geteuid():
+            raise NotConfigured(f"{self.path}: belongs to another user; choose another home")
+        if found.st_mode & 0o077:
+            raise NotConfigured(f"{self.path}: is open to other users (chmod 700 it), or choose another home")
+
+
+class HomeLock:
+    """Held from enter to exit, or to the end of the process however it ends. Entering raises `Conflict`."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._file: int | None = None
+
+    def __enter__(self) -> None:
+        file = os.open(self._home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+            os.close(file)
+            process = f" (process {holder})" if holder else ""
+            raise Conflict(f"{self._home.path}: another oubliette{process} is using this home") from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, b"%d\n" % os.getpid(), 0)
+        self._file = file
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+            self._file = None

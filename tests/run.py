@@ -1,0 +1,72 @@
+"""`./run test`: what the tests need, then every check, each with its duration; pytest's closing line comes last.
+
+With arguments only pytest runs, with these.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Programs that no Python package brings, and Debian's packages for them.
+NEEDED = {"bwrap": "bubblewrap", "git": "git"}
+
+# Found on PATH, where the environment's own programs come first.
+CHECKS = (
+    ("ruff check", ["ruff", "check"]),
+    ("ruff format", ["ruff", "format", "--check"]),
+    ("pyright", ["pyright", "--pythonpath", sys.executable]),
+    ("import contracts", ["lint-imports", "--no-logo"]),
+    ("dependencies", ["deptry", "src"]),
+)
+PYTEST = [sys.executable, "-m", "pytest"]
+
+
+def main(arguments: list[str]) -> int:
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    os.environ.setdefault("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")
+    install_missing()
+    if arguments:
+        return subprocess.call([*PYTEST, *arguments], cwd=ROOT)
+    failed = [name for name, command in CHECKS if not passes(name, command)]
+    if failed:
+        say(f"failed: {', '.join(failed)}; pytest follows")
+    say("pytest")
+    code = subprocess.call([*PYTEST, "-n", "2"], cwd=ROOT)
+    return code or bool(failed)
+
+
+def install_missing() -> None:
+    """Install by apt-get where we are root, else name what is missing and stop."""
+    missing = [package for program, package in NEEDED.items() if shutil.which(program) is None]
+    if not missing:
+        return
+    names = " ".join(missing)
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        sys.exit(f"test: the tests need Debian's {names}: apt-get install {names}")
+    say(f"installing Debian's {names}")
+    install = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing]
+    os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+    if subprocess.call(install, stdout=subprocess.DEVNULL) != 0:
+        subprocess.check_call(["apt-get", "update", "-qq"])
+        subprocess.check_call(install, stdout=subprocess.DEVNULL)
+
+
+def passes(name: str, command: list[str]) -> bool:
+    say(name)
+    began = time.monotonic()
+    code = subprocess.call(command, cwd=ROOT)
+    say(f"{name}: {'passed' if code == 0 else 'FAILED'} in {time.monotonic() - began:.1f} s")
+    return code == 0
+
+
+def say(text: str) -> None:
+    print(f"test: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

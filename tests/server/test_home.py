@@ -1,0 +1,74 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oubliette.server.errors import Conflict, NotConfigured
+from oubliette.server.home import Home, HomeLock
+
+
+def test_a_home_is_closed_to_others_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        Home(tmp_path / "deep" / "home").make()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "deep" / "home").stat().st_mode & 0o777 == 0o700
+
+
+def test_making_a_home_again_is_no_error(tmp_path: Path):
+    Home(tmp_path / "home").make()
+    Home(tmp_path / "home").make()
+
+
+def test_a_folder_open_to_others_is_no_home(tmp_path: Path):
+    tmp_path.joinpath("open").mkdir(mode=0o755)
+    with pytest.raises(NotConfigured, match="chmod 700"):
+        Home(tmp_path / "open").make()
+
+
+def test_a_file_is_no_home(tmp_path: Path):
+    tmp_path.joinpath("file").touch()
+    with pytest.raises(NotConfigured, match="cannot be made a home: File exists"):
+        Home(tmp_path / "file").make()
+
+
+def test_a_home_too_deep_for_its_socket_is_refused_before_it_is_made(tmp_path: Path):
+    deep = tmp_path / ("x" * 90)
+    with pytest.raises(NotConfigured, match="too long for a socket"):
+        Home(deep).make()
+    assert not deep.exists()
+
+
+def test_a_home_has_one_user_at_a_time(tmp_path: Path):
+    home = Home(tmp_path)
+    with HomeLock(home):
+        with pytest.raises(Conflict, match=rf"another oubliette \(process {os.getpid()}\)"), HomeLock(home):
+            pass
+        assert home.lock.exists()
+    with HomeLock(home):
+        pass
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path):
+    program = (
+        "import sys; from pathlib import Path; from oubliette.server.home import Home, HomeLock\n"
+        "HomeLock(Home(Path(sys.argv[1]))).__enter__(); print('held', flush=True); sys.stdin.read()"
+    )
+    source = str(Path(__file__).parents[2] / "src")
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": source},
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(Conflict, match=f"process {holder.pid}"), HomeLock(Home(tmp_path)):
+            pass
+        holder.kill()
+        holder.wait(10)
+        with HomeLock(Home(tmp_path)):
+            pass
