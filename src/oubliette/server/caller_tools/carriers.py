@@ -52,18 +52,21 @@ class Stream(Carrier, Protocol):
 
 
 class Requests(Protocol):
-    """The pending requests that carriers carry. Implemented by the exchange."""
+    """The pending requests that carriers carry. Implemented by the exchange.
 
-    def announcement(self, session_id: str, request_id: str, redelivery: int) -> Announcement | None:
+    `reach` is the id of a tree's root session: an owner is reached, or not, for a session and all its children.
+    """
+
+    def announcement(self, reach: str, request_id: str, redelivery: int) -> Announcement | None:
         """What to announce, or None if the request is no longer pending."""
         ...
 
-    def pending(self, session_id: str) -> Iterable[str]:
-        """Ids of the session's pending requests, oldest first."""
+    def pending(self, reach: str) -> Iterable[str]:
+        """Ids of the pending requests, oldest first."""
         ...
 
-    def absent(self, session_id: str) -> None:
-        """The session's owner is not reachable any more."""
+    def absent(self, reach: str) -> None:
+        """The owner is not reachable any more."""
         ...
 
 

@@ -7,6 +7,7 @@ row, when its deadline comes, and which carrier it is on. All of it can be lost:
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 
 from oubliette.server import audit, ids
 from oubliette.server.caller_tools import calls, ledger
-from oubliette.server.caller_tools.carriers import Announcement, Carriers
+from oubliette.server.caller_tools.carriers import Announcement, Carrier, Carriers
 from oubliette.server.caller_tools.declaration import Arguments, Declaration, Tool
 from oubliette.server.caller_tools.ledger import Call, State, Stimulus
 from oubliette.server.clock import Clock
@@ -69,6 +70,7 @@ class Desk:
     """One session's calls and what may be called."""
 
     session_id: str
+    root_id: str  # the owner is reached by the tree's root: a child has its root's caller
     owner: str
     declaration: Declaration | None = None
     tools: dict[str, tuple[Tool, Arguments]] = field(default_factory=dict[str, tuple[Tool, Arguments]])
@@ -140,18 +142,38 @@ class Exchange:
         self._timeout_max_s = timeout_max_s
         self._mark = mark
         self._desks: dict[str, Desk] = {}
+        self._trees: dict[str, dict[str, Desk]] = {}
         carriers.join(self)
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
-    def open_desk(self, session_id: str, owner: str, declaration: Declaration | None) -> None:
+    def open_desk(self, session_id: str, root_id: str, owner: str, declaration: Declaration | None) -> None:
         """Take a session's calls from now on; again after a restart, or when its tools changed."""
         desk = self._desks.get(session_id)
         if desk is None:
-            desk = self._desks[session_id] = Desk(session_id, owner)
+            desk = self._desks[session_id] = Desk(session_id, root_id, owner)
+            self._trees.setdefault(root_id, {})[session_id] = desk
         desk.declare(declaration)
         if declaration is not None and declaration.delivery == "poll":
-            self._carriers.promise(session_id, float("inf"))
+            self._carriers.promise(root_id, math.inf)
+
+    # Who names a session reaches its whole tree: these translate.
+
+    def attach(self, session_id: str, carrier: Carrier) -> None:
+        self._carriers.attach(self._desk(session_id).root_id, carrier)
+
+    def detach(self, session_id: str, carrier: Carrier) -> None:
+        desk = self._desks.get(session_id)
+        if desk is not None:
+            self._carriers.detach(desk.root_id, carrier)
+
+    def bind(self, session_id: str, stream_id: str) -> bool:
+        return self._carriers.bind(self._desk(session_id).root_id, stream_id)
+
+    def promise(self, session_id: str, seconds: float) -> None:
+        desk = self._desks.get(session_id)
+        if desk is not None:
+            self._carriers.promise(desk.root_id, seconds)
 
     def declaration(self, session_id: str) -> Declaration | None:
         desk = self._desks.get(session_id)
@@ -161,9 +183,15 @@ class Exchange:
         """The session ended: so do its pending calls."""
         await self.cancel_all(session_id, reason)
         desk = self._desks.pop(session_id, None)
-        if desk is not None and desk.poll is not None:
+        if desk is None:
+            return
+        if desk.poll is not None:
             desk.poll.arrived.set()
-        self._carriers.forget(session_id)
+        tree = self._trees[desk.root_id]
+        del tree[session_id]
+        if not tree:
+            del self._trees[desk.root_id]
+            self._carriers.forget(desk.root_id)
 
     async def load(self) -> None:
         """Take up every pending call of the database: after a start of the server, before any door opens."""
@@ -368,8 +396,8 @@ class Exchange:
             hear(heard)
         return told
 
-    async def poll(self, session_id: str, since_index: int, wait_s: float) -> list[Announcement]:
-        """Requests after `since_index` that are on no other carrier; waits for the first, for so long at most."""
+    async def poll(self, session_id: str, known: frozenset[str], wait_s: float) -> list[Announcement]:
+        """Requests that the poller does not know yet and no other carrier has; waits for the first, so long at most."""
         desk = self._desk(session_id)
         poll = desk.poll
         if poll is None:
@@ -377,13 +405,13 @@ class Exchange:
         if poll.timer is not None:
             poll.timer.cancel()
         poll.polling += 1
-        self._carriers.attach(session_id, poll)
-        self._carriers.promise(session_id, PROMISE_POLL_S)
+        self._carriers.attach(desk.root_id, poll)
+        self._carriers.promise(desk.root_id, PROMISE_POLL_S)
         until = self._clock.monotonic() + min(wait_s, WAIT_S_MAX)
         try:
             while True:
                 poll.arrived.clear()
-                found = self._on_poll(desk, poll, since_index)
+                found = self._on_poll(desk, poll, known)
                 left = until - self._clock.monotonic()
                 if found or left <= 0 or self._desks.get(session_id) is not desk:
                     return found
@@ -395,30 +423,29 @@ class Exchange:
         finally:
             poll.polling -= 1
             if poll.polling == 0:
-                self._carriers.promise(session_id, PROMISE_POLL_S)
+                self._carriers.promise(desk.root_id, PROMISE_POLL_S)
                 loop = asyncio.get_running_loop()
-                poll.timer = loop.call_later(PROMISE_POLL_S, self._carriers.detach, session_id, poll)
+                poll.timer = loop.call_later(PROMISE_POLL_S, self._carriers.detach, desk.root_id, poll)
 
-    def _on_poll(self, desk: Desk, poll: Poll, since_index: int) -> list[Announcement]:
+    def _on_poll(self, desk: Desk, poll: Poll, known: frozenset[str]) -> list[Announcement]:
         return [
             self._announcement(one, redelivery=one.call.redelivery)
-            for one in desk.open.values()
-            if one.index > since_index and self._carriers.is_on(desk.session_id, one.call.request_id, poll)
+            for one in self._tree(desk.root_id)
+            if one.call.request_id not in known and self._carriers.is_on(desk.root_id, one.call.request_id, poll)
         ]
 
-    async def listed(self, session_id: str) -> list[Announcement]:
-        """Every pending request of a session, whole: with arguments that are too large for an event."""
+    def listed(self, session_id: str) -> list[Announcement]:
+        """Every pending request of a session and its children, whole: with arguments too large for an event."""
         desk = self._desk(session_id)
         return [
             {**self._announcement(one, redelivery=one.call.redelivery), "arguments": msgspec.Raw(one.arguments)}
-            for one in desk.open.values()
+            for one in self._tree(desk.root_id)
         ]
 
     # -- Requests, as the carriers see them ---------------------------------------------------------------------
 
-    def announcement(self, session_id: str, request_id: str, redelivery: int) -> Announcement | None:
-        desk = self._desks.get(session_id)
-        one = desk.open.get(request_id) if desk is not None else None
+    def announcement(self, reach: str, request_id: str, redelivery: int) -> Announcement | None:
+        one = next((one for one in self._tree(reach) if one.call.request_id == request_id), None)
         if one is None:
             return None
         redelivery = max(redelivery, one.call.redelivery)
@@ -427,12 +454,11 @@ class Exchange:
             self._tasks.create_task(self._count_delivery(request_id, redelivery))
         return self._announcement(one, redelivery=redelivery)
 
-    def pending(self, session_id: str) -> Iterable[str]:
-        desk = self._desks.get(session_id)
-        return desk.open if desk is not None else ()
+    def pending(self, reach: str) -> Iterable[str]:
+        return [one.call.request_id for one in self._tree(reach)]
 
-    def absent(self, session_id: str) -> None:
-        self._tasks.create_task(self._disconnect_all(session_id))
+    def absent(self, reach: str) -> None:
+        self._tasks.create_task(self._disconnect_all(reach))
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -441,6 +467,10 @@ class Exchange:
         if desk is None:
             raise NotFound(f"session {session_id} is not live")
         return desk
+
+    def _tree(self, root_id: str) -> list[Open]:
+        """Everything that is open in a session and its descendants."""
+        return [one for desk in self._trees.get(root_id, {}).values() for one in desk.open.values()]
 
     @staticmethod
     def _request(call: Call, arguments: bytes) -> CallerToolRequest:
@@ -481,7 +511,7 @@ class Exchange:
         self._arm(one)
         told = self._announcement(one, redelivery=call.redelivery)
         if announce or call.redelivery:
-            self._carriers.announce(desk.session_id, call.request_id, told, redelivery=call.redelivery)
+            self._carriers.announce(desk.root_id, call.request_id, told, redelivery=call.redelivery)
         return one
 
     def _arm(self, one: Open) -> None:
@@ -501,10 +531,9 @@ class Exchange:
         except StorageFailed:
             one.timer = asyncio.get_running_loop().call_later(1.0, self._expire, one)
 
-    async def _disconnect_all(self, session_id: str) -> None:
-        desk = self._desks.get(session_id)
-        for one in tuple(desk.open.values()) if desk is not None else ():
-            if self._carriers.has_carrier(session_id):
+    async def _disconnect_all(self, root_id: str) -> None:
+        for one in self._tree(root_id):
+            if self._carriers.has_carrier(root_id):
                 return
             await self._end(one.call, Stimulus.DISCONNECT, "")
 
@@ -579,8 +608,8 @@ class Exchange:
                 "tool": call.tool,
                 "reason": call.state.value,
             }
-            self._carriers.tell(call.session_id, call.request_id, told)
-        self._carriers.ended(call.session_id, call.request_id)
+            self._carriers.tell(desk.root_id, call.request_id, told)
+        self._carriers.ended(desk.root_id, call.request_id)
         for waiter in one.waiters:
             if not waiter.done():
                 waiter.set_result(call)

@@ -1,0 +1,340 @@
+"""Sessions and turns as rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from oubliette.server.caller_tools.declaration import Declaration
+from oubliette.server.errors import NotFound, TooMany
+from oubliette.server.limits import QUEUED_MESSAGES_PER_SESSION
+from oubliette.server.sessions.lifecycle import ENDS, Move, State, TurnState, moved
+from oubliette.server.storage.database import Row, Tx
+from oubliette.wire.events import Event, Status
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was chosen for a session when it started."""
+
+    autonomy: str = "medium"
+    oubliette_scope: str | None = None
+    brought_key: bool = False  # the caller gave a key of its own; it is in memory only
+    max_depth: int
+    max_descendants: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    id: str
+    project_id: str
+    workspace_id: str
+    owner: str
+    token_id: str | None
+    state: State
+    reason: str | None
+    parent_id: str | None
+    root_id: str
+    depth: int
+    choices: Choices
+    declaration: Declaration | None
+    stream_id: str | None
+    next_index: int
+    turns: int
+    external_id: str | None
+    source: str | None
+    created_at: float
+    updated_at: float
+    ended_at: float | None
+
+    @property
+    def is_live(self) -> bool:
+        return self.ended_at is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    number: int
+    prompt: str
+    state: TurnState
+    source: str | None
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    stop_reason: str | None
+    text: str | None
+    error: str | None
+    usage: dict[str, Any] | None
+
+
+_SESSION = (
+    "id, project_id, workspace_id, owner, token_id, state, reason, parent_id, root_id, depth, settings, declaration,"
+    " stream_id, next_index, turns, external_id, source, created_at, updated_at, ended_at"
+)
+_TURN = "number, prompt, state, source, created_at, started_at, ended_at, stop_reason, text, error, usage"
+_choices = msgspec.json.Decoder(Choices).decode
+_declaration = msgspec.json.Decoder(Declaration).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def _session(row: Row) -> Session:
+    return Session(
+        id=row[0],
+        project_id=row[1],
+        workspace_id=row[2],
+        owner=row[3],
+        token_id=row[4],
+        state=State(row[5]),
+        reason=row[6],
+        parent_id=row[7],
+        root_id=row[8],
+        depth=row[9],
+        choices=_choices(row[10]),
+        declaration=_declaration(row[11]) if row[11] is not None else None,
+        stream_id=row[12],
+        next_index=row[13],
+        turns=row[14],
+        external_id=row[15],
+        source=row[16],
+        created_at=row[17],
+        updated_at=row[18],
+        ended_at=row[19],
+    )
+
+
+def _turn(row: Row) -> Turn:
+    return Turn(
+        number=row[0],
+        prompt=row[1],
+        state=TurnState(row[2]),
+        source=row[3],
+        created_at=row[4],
+        started_at=row[5],
+        ended_at=row[6],
+        stop_reason=row[7],
+        text=row[8],
+        error=row[9],
+        usage=msgspec.json.decode(row[10]) if row[10] is not None else None,
+    )
+
+
+async def insert(tx: Tx, session: Session) -> None:
+    await tx.run(
+        "INSERT INTO sessions (id, project_id, workspace_id, owner, token_id, state, parent_id, root_id, depth,"
+        " settings, declaration, stream_id, external_id, source, created_at, updated_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        session.id,
+        session.project_id,
+        session.workspace_id,
+        session.owner,
+        session.token_id,
+        session.state.value,
+        session.parent_id,
+        session.root_id,
+        session.depth,
+        _encode(session.choices).decode(),
+        _encoded(session.declaration),
+        session.stream_id,
+        session.external_id,
+        session.source,
+        session.created_at,
+        session.updated_at,
+    )
+
+
+def _encoded(declaration: Declaration | None) -> str | None:
+    return _encode(declaration).decode() if declaration is not None else None
+
+
+async def get(tx: Tx, session_id: str) -> Session:
+    row = await tx.one(f"SELECT {_SESSION} FROM sessions WHERE id = ?", session_id)  # noqa: S608
+    if row is None:
+        raise NotFound(f"no session {session_id!r}: session_list shows them")
+    return _session(row)
+
+
+async def live_in(tx: Tx, project_id: str, workspace_id: str) -> Session | None:
+    """The newest live session of a workspace that a caller started (not a child)."""
+    row = await tx.one(
+        f"SELECT {_SESSION} FROM sessions WHERE project_id = ? AND workspace_id = ? AND parent_id IS NULL"  # noqa: S608
+        " AND ended_at IS NULL ORDER BY created_at DESC, id DESC LIMIT 1",
+        project_id,
+        workspace_id,
+    )
+    return _session(row) if row is not None else None
+
+
+async def live(tx: Tx) -> list[Session]:
+    rows = await tx.all(f"SELECT {_SESSION} FROM sessions WHERE ended_at IS NULL ORDER BY created_at")  # noqa: S608
+    return [_session(row) for row in rows]
+
+
+async def count_live(tx: Tx, project_id: str) -> int:
+    row = await tx.one(
+        "SELECT count(*) FROM sessions WHERE project_id = ? AND ended_at IS NULL AND parent_id IS NULL", project_id
+    )
+    assert row is not None
+    return row[0]
+
+
+async def count_descendants(tx: Tx, root_id: str) -> int:
+    """Every session that ever descended from this root, ended ones too: a budget is spent, not lent."""
+    row = await tx.one("SELECT count(*) FROM sessions WHERE root_id = ? AND id <> root_id", root_id)
+    assert row is not None
+    return row[0]
+
+
+async def children(tx: Tx, session_id: str) -> list[Session]:
+    rows = await tx.all(
+        f"SELECT {_SESSION} FROM sessions WHERE parent_id = ? ORDER BY created_at, id",  # noqa: S608
+        session_id,
+    )
+    return [_session(row) for row in rows]
+
+
+async def tree(tx: Tx, session: Session) -> list[Session]:
+    """The session and everything below it."""
+    rows = await tx.all(
+        f"SELECT {_SESSION} FROM sessions WHERE root_id = ? ORDER BY depth, created_at, id",  # noqa: S608
+        session.root_id,
+    )
+    found = {session.id}
+    kept = [session]
+    for row in rows:
+        one = _session(row)
+        if one.parent_id in found and one.id not in found:
+            found.add(one.id)
+            kept.append(one)
+    return kept
+
+
+async def listed(
+    tx: Tx, project_id: str, *, states: Sequence[str], parent_id: str | None, limit: int, offset: int
+) -> list[Session]:
+    """Newest first; without states, of every state; children only of the parent that is named."""
+    marks = ", ".join("?" * len(states)) or "NULL"
+    rows = await tx.all(
+        f"SELECT {_SESSION} FROM sessions WHERE project_id = ? AND (? = 0 OR state IN ({marks}))"  # noqa: S608
+        " AND (? IS NULL OR parent_id = ?) ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?",
+        project_id,
+        len(states),
+        *states,
+        parent_id,
+        parent_id,
+        limit,
+        offset,
+    )
+    return [_session(row) for row in rows]
+
+
+async def move(tx: Tx, session_id: str, step: Move, now: float, reason: str | None = None) -> tuple[Event, ...]:
+    """Move a session's state; the event that tells of it, if it changed. Raises `Conflict`."""
+    row = await tx.one("SELECT state FROM sessions WHERE id = ?", session_id)
+    if row is None:
+        raise NotFound(f"no session {session_id!r}")
+    before = State(row[0])
+    after = moved(before, step)
+    ended_at = now if after in ENDS else None
+    await tx.run(
+        "UPDATE sessions SET state = ?, reason = ?, updated_at = ?, ended_at = ? WHERE id = ?",
+        after.value,
+        reason,
+        now,
+        ended_at,
+        session_id,
+    )
+    return (Status(status=after.value, reason=reason),) if after is not before else ()
+
+
+async def set_declaration(tx: Tx, session_id: str, declaration: Declaration | None) -> None:
+    await tx.run("UPDATE sessions SET declaration = ? WHERE id = ?", _encoded(declaration), session_id)
+
+
+async def set_stream(tx: Tx, session_id: str, stream_id: str) -> None:
+    await tx.run("UPDATE sessions SET stream_id = ? WHERE id = ?", stream_id, session_id)
+
+
+async def queue(tx: Tx, session_id: str, prompt: str, source: str | None, now: float) -> int:
+    """Queue a message as a turn; its number. Raises `TooMany`."""
+    row = await tx.one("SELECT count(*) FROM turns WHERE session_id = ? AND state = 'queued'", session_id)
+    assert row is not None
+    if row[0] >= QUEUED_MESSAGES_PER_SESSION:
+        raise TooMany(
+            f"{QUEUED_MESSAGES_PER_SESSION} messages wait for this session already: wait for a turn to end, or"
+            " interrupt it"
+        )
+    numbered = await tx.one(
+        "UPDATE sessions SET turns = turns + 1, updated_at = ? WHERE id = ? RETURNING turns", now, session_id
+    )
+    assert numbered is not None
+    await tx.run(
+        "INSERT INTO turns (session_id, number, prompt, state, source, created_at) VALUES (?, ?, ?, 'queued', ?, ?)",
+        session_id,
+        numbered[0],
+        prompt,
+        source,
+        now,
+    )
+    return numbered[0]
+
+
+async def next_turn(tx: Tx, session_id: str) -> Turn | None:
+    """The open turn, or else the oldest that is queued."""
+    row = await tx.one(
+        f"SELECT {_TURN} FROM turns WHERE session_id = ? AND state IN ('running', 'queued')"  # noqa: S608
+        " ORDER BY number LIMIT 1",
+        session_id,
+    )
+    return _turn(row) if row is not None else None
+
+
+async def turns(tx: Tx, session_id: str, *, last: int) -> list[Turn]:
+    """The newest turns, oldest first."""
+    rows = await tx.all(
+        f"SELECT {_TURN} FROM turns WHERE session_id = ? ORDER BY number DESC LIMIT ?",  # noqa: S608
+        session_id,
+        last,
+    )
+    return [_turn(row) for row in reversed(rows)]
+
+
+async def begin_turn(tx: Tx, session_id: str, number: int, now: float) -> bool:
+    changed = await tx.run(
+        "UPDATE turns SET state = 'running', started_at = ? WHERE session_id = ? AND number = ? AND state = 'queued'",
+        now,
+        session_id,
+        number,
+    )
+    return changed == 1
+
+
+async def end_turn(
+    tx: Tx,
+    session_id: str,
+    number: int,
+    now: float,
+    *,
+    stop_reason: str,
+    text: str,
+    error: str | None,
+    usage: dict[str, Any] | None,
+) -> float | None:
+    """Close a running turn; when it started, or None where it was not running."""
+    row = await tx.one(
+        "UPDATE turns SET state = 'ended', ended_at = ?, stop_reason = ?, text = ?, error = ?, usage = ?"
+        " WHERE session_id = ? AND number = ? AND state = 'running' RETURNING started_at",
+        now,
+        stop_reason,
+        text,
+        error,
+        _encode(usage).decode() if usage is not None else None,
+        session_id,
+        number,
+    )
+    return row[0] if row is not None else None
+
+
+async def drop_queued(tx: Tx, session_id: str, now: float) -> int:
+    return await tx.run(
+        "UPDATE turns SET state = 'cancelled', ended_at = ? WHERE session_id = ? AND state = 'queued'", now, session_id
+    )
