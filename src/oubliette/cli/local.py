@@ -1,0 +1,73 @@
+"""The way from the command line to an operation: the running server's admin socket, or this process itself."""
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from oubliette.server.app import locally
+from oubliette.server.config import Settings
+from oubliette.server.errors import Conflict, OublietteError, StorageFailed
+from oubliette.server.home import Home, HomeLock
+from oubliette.wire import jsonrpc
+
+ANSWER_S = 30.0
+# A server that has just taken the lock opens its socket a moment later.
+STARTING_S = 10.0
+RETRY_S = 0.05
+LINE_BYTES_MAX = 8 * 1024 * 1024
+
+
+class Refused(OublietteError):
+    """The running server's own words."""
+
+
+def ask(settings: Settings, operation: str, **params: Any) -> dict[str, Any]:
+    """Run an operation as this machine's administrator; a parameter that is None was not given."""
+    given = {name: value for name, value in params.items() if value is not None}
+    return asyncio.run(_ask(settings, operation, given))
+
+
+async def _ask(settings: Settings, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+    home = Home(settings.home)
+    home.make()
+    with ExitStack() as held:
+        try:
+            held.enter_context(HomeLock(home))
+        except Conflict:
+            return await _ask_server(home, operation, params)
+        return await locally(settings, operation, params)
+
+
+async def _ask_server(home: Home, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = await _connected(home)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            writer.write(jsonrpc.request(1, operation, params))
+            line = await reader.readline()
+    except (TimeoutError, ConnectionError):
+        line = b""
+    finally:
+        writer.close()
+    if not line.endswith(b"\n"):
+        raise StorageFailed("the running server closed without an answer; look at its log")
+    frame = jsonrpc.decode_frame(line)
+    if isinstance(frame.result, msgspec.Raw):
+        return msgspec.json.decode(frame.result, type=dict[str, Any])
+    failure = msgspec.json.decode(
+        frame.error if isinstance(frame.error, msgspec.Raw) else b"{}", type=jsonrpc.ErrorObject
+    )
+    raise Refused(failure.message)
+
+
+async def _connected(home: Home) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        async with asyncio.timeout(STARTING_S):
+            while True:
+                try:
+                    return await asyncio.open_unix_connection(home.admin_socket, limit=LINE_BYTES_MAX)
+                except (FileNotFoundError, ConnectionRefusedError):
+                    await asyncio.sleep(RETRY_S)
+    except TimeoutError:
+        raise StorageFailed(f"another process uses {home.path} and does not answer on {home.admin_socket}") from None
