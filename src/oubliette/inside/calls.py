@@ -1,0 +1,244 @@
+"""Calls that are open: each is a frame that the server has, or will have when the link is back.
+
+A call keeps its frame and its call key until it ended, so that a link that comes back can repeat it: the server joins
+the repeated key to the call that runs, or gives the stored outcome. The server owns the deadline; ours is longer and
+only says that the server itself is lost.
+"""
+
+from __future__ import annotations
+
+import os
+
+from oubliette.inside.link import FIRST_ID, FRAME_BYTES_MAX, encode
+from oubliette.inside.results import failure
+from oubliette.inside.toolbox import OWN
+
+TYPE_CHECKING = False  # see link.py
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
+
+    from oubliette.inside.toolbox import Route
+
+    Json = Dict[str, Any]
+    Id = Union[int, str]
+    Token = Union[int, str, None]
+    # id and name as the agent knows them, frame, call key, start, progress token, era, kind of route
+    Call = Tuple[Id, str, bytes, str, float, Token, bool, int]
+
+PROGRESS_EVERY_S = 10.0
+# A heartbeat must be a larger number than the last one, and stay out of the way of numbers that the caller sends.
+PROGRESS_STEP = 0.001
+# Until the server has told its own: the seeds' 60 s and the margin.
+PATIENCE_S = 75.0
+CALLS_MAX = 1024
+HELD_BYTES_MAX = 64 * 1024 * 1024
+REASON_MAX = 500
+
+SERVER_ERROR = -32000
+INVALID_PARAMS = -32602
+
+
+def error(kind: str, message: str, retryable: bool = False, code: int = SERVER_ERROR) -> Json:
+    return {"code": code, "message": message, "data": {"kind": kind, "retryable": retryable}}
+
+
+def _finite(value: Any) -> Optional[float]:
+    """The value if it is a number that JSON can carry on."""
+    return value if type(value) in (int, float) and value - value == 0 else None
+
+
+class Calls:
+    """The open calls of one agent."""
+
+    def __init__(self, to_server: Callable[[bytes], None], to_agent: Callable[[str], None]) -> None:
+        self.patience_s = PATIENCE_S
+        self.frame_bytes_max = FRAME_BYTES_MAX
+        self.wake_at: Optional[float] = None
+        self.is_linked = False
+        self.next_id = FIRST_ID
+        self._to_server = to_server
+        self._to_agent = to_agent
+        self._open: Dict[int, Call] = {}
+        self._by_id: Dict[Id, int] = {}  # the agent's id of a call: ours
+        self._unsent: Set[int] = set()
+        self._owed: List[bytes] = []  # cancels that the server has yet to hear
+        self._heard: Dict[int, float] = {}  # the last number that went to the agent as progress
+        self._beaten: Dict[int, float] = {}  # when
+        self._held_bytes = 0
+
+    def __contains__(self, mcp_id: object) -> bool:
+        return mcp_id in self._by_id
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def start(
+        self, mcp_id: Id, name: str, route: Route, arguments: Json, token: Token, modern: bool, now: float
+    ) -> Optional[Json]:
+        """Open a call and write its frame; an error if it cannot be."""
+        number = self.next_id
+        key = os.urandom(16).hex()
+        try:
+            if route.kind == OWN:
+                parameters = dict(arguments, call_key=key) if route.is_keyed else arguments
+                text = '{"jsonrpc":"2.0","id":%d%s%s}\n' % (number, route.before, encode(parameters))
+            else:
+                text = '{"jsonrpc":"2.0","id":%d%s%s,"call_key":"%s"}}\n' % (
+                    number,
+                    route.before,
+                    encode(arguments),
+                    key,
+                )
+            frame = text.encode()
+        except (ValueError, RecursionError):  # infinities, halves of surrogate pairs, a thousand levels
+            return error("invalid_arguments", name + ": the arguments cannot be written as JSON", code=INVALID_PARAMS)
+        size = len(frame)
+        if size > self.frame_bytes_max:
+            return error(
+                "too_large",
+                "%s: the arguments make a frame of %d bytes; at most %d are possible"
+                % (name, size, self.frame_bytes_max),
+            )
+        if len(self._open) >= CALLS_MAX or self._held_bytes + size > HELD_BYTES_MAX:
+            return error("too_many", "%s: too many calls are open (%d)" % (name, len(self._open)), True)
+        self.next_id = number + 1
+        self._open[number] = (mcp_id, name, frame, key, now, token, modern, route.kind)
+        self._by_id[mcp_id] = number
+        self._held_bytes += size
+        due = now + (PROGRESS_EVERY_S if token is not None else self.patience_s)
+        if self.wake_at is None or due < self.wake_at:
+            self.wake_at = due
+        if self.is_linked:
+            self._to_server(frame)
+        else:
+            self._unsent.add(number)
+        return None
+
+    def end(self, number: int) -> Optional[Call]:
+        """Take a call out of the open ones."""
+        call = self._open.pop(number, None)
+        if call is None:
+            return None
+        self._by_id.pop(call[0], None)
+        self._held_bytes -= len(call[2])
+        if self._heard:
+            self._heard.pop(number, None)
+            self._beaten.pop(number, None)
+        if self._unsent:
+            self._unsent.discard(number)
+        return call
+
+    def cancel(self, mcp_id: Id, reason: object) -> None:
+        """The agent wants no answer any more; ids that are not open are none of our business."""
+        number = self._by_id.get(mcp_id)
+        if number is not None:
+            self._withdraw(number, reason if isinstance(reason, str) else "cancelled by the agent")
+
+    def withdrawn(self, parameters: Json) -> None:
+        """The server ends a call that it will not answer."""
+        number = self._number_of(parameters.get("call_key"))
+        if number is not None:
+            said = parameters.get("reason")
+            reason = ": " + said if isinstance(said, str) and said else ""
+            self.fail(number, error("cancelled", self._open[number][1] + ": the call was cancelled" + reason))
+
+    def cancel_all(self, reason: str) -> None:
+        for number in list(self._open):
+            self._withdraw(number, reason)
+
+    def linked(self) -> None:
+        """The link is (again) attached: say what the server missed, then every open call under its old key."""
+        self.is_linked = True
+        for frame in self._owed:
+            self._to_server(frame)
+        self._owed.clear()
+        self._unsent.clear()
+        for call in self._open.values():
+            self._to_server(call[2])
+
+    def unlinked(self) -> None:
+        self.is_linked = False
+
+    def fail(self, number: int, reason: Json) -> None:
+        call = self.end(number)
+        if call is not None:
+            self._to_agent('{"jsonrpc":"2.0","id":%s,"result":%s}\n' % (encode(call[0]), failure(reason, call[6])))
+
+    def fail_all(self, reason: Json) -> None:
+        for number in list(self._open):
+            self.fail(number, reason)
+
+    def progressed(self, parameters: Json) -> None:
+        """Pass on what the caller says about a call under way."""
+        number = self._number_of(parameters.get("call_key"))
+        if number is None or self._open[number][5] is None:
+            return
+        said = _finite(parameters.get("progress"))
+        total = _finite(parameters.get("total")) if said is not None else None
+        message: Any = parameters.get("message")
+        self._beat(number, said, total, message if isinstance(message, str) else None)
+
+    def sweep(self, now: float) -> None:
+        """Fail what the server did not answer in time, and keep waiting agents awake."""
+        if self.wake_at is None or now < self.wake_at:
+            return
+        wake_at: Optional[float] = None
+        for number, call in list(self._open.items()):
+            if now >= call[4] + self.patience_s:
+                self._expire(number, call)
+                continue
+            due = call[4] + self.patience_s
+            if call[5] is not None:
+                beat_at = self._beaten.get(number, call[4]) + PROGRESS_EVERY_S
+                if now >= beat_at:
+                    self._beat(number, None, None, "waiting for %s: %d s" % (call[1], now - call[4]))
+                    self._beaten[number] = now
+                    beat_at = now + PROGRESS_EVERY_S
+                due = min(due, beat_at)
+            wake_at = due if wake_at is None else min(wake_at, due)
+        self.wake_at = wake_at
+
+    def _number_of(self, key: object) -> Optional[int]:
+        return next((number for number, call in self._open.items() if call[3] == key), None)
+
+    def _beat(self, number: int, said: Optional[float], total: Optional[float], message: Optional[str]) -> None:
+        least = self._heard.get(number, 0.0) + PROGRESS_STEP
+        value = said if said is not None and said > least else least
+        self._heard[number] = value
+        parameters: Json = {"progressToken": self._open[number][5], "progress": value}
+        if total is not None:
+            parameters["total"] = total
+        if message is not None:
+            parameters["message"] = message
+        self._to_agent('{"jsonrpc":"2.0","method":"notifications/progress","params":%s}\n' % encode(parameters))
+
+    def _expire(self, number: int, call: Call) -> None:
+        waited = "%s: no answer within %g s" % (call[1], self.patience_s)
+        if number in self._unsent:
+            reason = error("unavailable", waited + ": the server could not be reached; nothing was done", True)
+            self.fail(number, reason)
+            return
+        if self.is_linked:
+            reason = error("timeout", waited + " from the server")
+        else:
+            reason = error(
+                "outcome_unknown",
+                waited + ": the server was lost while this ran; whether it took effect is not known",
+            )
+        self._tell_cancel(call, "no answer in time")
+        self.fail(number, reason)
+
+    def _withdraw(self, number: int, reason: str) -> None:
+        was_sent = number not in self._unsent
+        call = self.end(number)
+        if call is not None and was_sent:
+            self._tell_cancel(call, reason)
+
+    def _tell_cancel(self, call: Call, reason: str) -> None:
+        parameters = {"call_key": call[3], "reason": reason[:REASON_MAX]}
+        text = '{"jsonrpc":"2.0","method":"cancel","params":%s}\n' % encode(parameters)
+        frame = text.encode("utf-8", "replace")
+        if self.is_linked:
+            self._to_server(frame)
+        elif len(self._owed) < CALLS_MAX:
+            self._owed.append(frame)
