@@ -1,0 +1,220 @@
+"""The server's MCP endpoint as a caller sees it: one MCP session, calls of operations, and the stream.
+
+Every call is tried again while nothing of it can have reached the server; a call that may have reached it is
+repeated only when repeating changes nothing.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import aiohttp
+import msgspec
+
+from oubliette.caller import messages
+from oubliette.caller.errors import Forbidden, TooLarge, Unauthenticated, Unreachable, refusal
+from oubliette.caller.patience import Patience
+
+# Repeating these changes nothing: they read, or the server knows the repetition by its id.
+REPEATABLE = frozenset(
+    {
+        "caller_tool_pending",
+        "caller_tool_poll",
+        "caller_tool_response",
+        "config_limits",
+        "project_get",
+        "project_list",
+        "session_cancel",
+        "session_end",
+        "session_events",
+        "session_get",
+        "session_list",
+        "token_list",
+        "workspace_list",
+    }
+)
+ANSWER_S = 30.0
+# The server pings an idle stream every 30 s.
+STREAM_SILENCE_S = 75.0
+_NOT_PROCESSED = frozenset({429, 503})
+_MAYBE_PROCESSED = frozenset({500, 502, 504})
+
+
+class NoStream(Exception):
+    """The endpoint, or something before it, does not hold a stream open."""
+
+
+class _Again(Exception):
+    """This try failed; the next may not."""
+
+    def __init__(self, why: str, *, reached: bool, wait_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.reached = reached
+        self.wait_s = wait_s
+
+
+class Endpoint:
+    def __init__(self, http: aiohttp.ClientSession, url: str, token: str, patience_s: float) -> None:
+        self._http = http
+        self.url = url
+        self._token = token
+        self._patience_s = patience_s
+        self._id = 0
+        self._renewing = asyncio.Lock()
+        self.session_id: str | None = None
+        self.version = messages.PROTOCOL_VERSION
+        self.on_renewed: Callable[[], Awaitable[None]] | None = None
+
+    def headers(self) -> dict[str, str]:
+        headers = {
+            "Authorization": f"Bearer {self._token}",
+            "Accept": "application/json, text/event-stream",
+            "Content-Type": "application/json",
+        }
+        if self.session_id is not None:
+            headers["Mcp-Session-Id"] = self.session_id
+            headers["MCP-Protocol-Version"] = self.version
+        return headers
+
+    def next_id(self) -> int:
+        self._id += 1
+        return self._id
+
+    async def open(self) -> None:
+        """Begin an MCP session. Raises `Unauthenticated`, `Unreachable`."""
+        async with self._renewing:
+            await self._initialize()
+
+    async def renew(self, stale: str | None) -> None:
+        """Begin another MCP session in place of one that the server no longer knows."""
+        async with self._renewing:
+            if self.session_id != stale:
+                return  # somebody else noticed first
+            await self._initialize()
+        if self.on_renewed is not None:
+            await self.on_renewed()
+
+    async def call(self, operation: str, arguments: dict[str, Any], *, wait_s: float = 0.0) -> dict[str, Any]:
+        """Call an operation and return its structured result. Raises `CallerError` by its kind."""
+        answer_s = ANSWER_S + wait_s
+
+        async def once() -> msgspec.Raw:
+            return await self._post(messages.tool_call(self.next_id(), operation, arguments), answer_s)
+
+        raw = await self._patiently(once, repeatable=operation in REPEATABLE)
+        result = messages.decode_tool_result(raw)
+        if (failure := messages.failure_in(result)) is not None:
+            raise failure
+        if result.structuredContent is msgspec.UNSET:
+            return {}
+        return msgspec.json.decode(result.structuredContent, type=dict[str, Any])
+
+    async def stream(self, received: Callable[[bytes], None]) -> None:
+        """Hold the server's stream until it ends. Raises `NoStream`, `Unauthenticated`, errors of aiohttp."""
+        stale = self.session_id
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=STREAM_SILENCE_S)
+        headers = self.headers() | {"Accept": "text/event-stream"}
+        async with self._http.get(self.url, headers=headers, timeout=timeout) as response:
+            if response.status == 404:
+                await self.renew(stale)
+            elif response.status == 401:
+                raise Unauthenticated(await _text_of(response))
+            elif response.status in _NOT_PROCESSED | _MAYBE_PROCESSED:
+                return
+            elif response.status != 200 or response.content_type != "text/event-stream":
+                raise NoStream(f"GET answered {response.status}")
+            else:
+                async for chunk in response.content.iter_any():
+                    received(chunk)
+
+    async def close(self) -> None:
+        """End the MCP session, so that the server need not wait to see us gone."""
+        if self.session_id is None:
+            return
+        timeout = aiohttp.ClientTimeout(total=2)
+        try:
+            async with self._http.delete(self.url, headers=self.headers(), timeout=timeout):
+                pass
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            pass
+
+    async def _initialize(self) -> None:
+        self.session_id = None
+        params = {
+            "protocolVersion": messages.PROTOCOL_VERSION,
+            "capabilities": {},
+            "clientInfo": {"name": "oubliette-caller", "version": "1"},
+        }
+
+        async def once() -> msgspec.Raw:
+            return await self._post(messages.request(self.next_id(), "initialize", params), ANSWER_S)
+
+        result: dict[str, Any] = msgspec.json.decode(await self._patiently(once, repeatable=True))
+        self.version = str(result.get("protocolVersion", messages.PROTOCOL_VERSION))
+        note = msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        async with self._http.post(self.url, data=note, headers=self.headers()):
+            pass
+
+    async def _patiently(self, once: Callable[[], Awaitable[msgspec.Raw]], *, repeatable: bool) -> msgspec.Raw:
+        patience = Patience()
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._patience_s
+        while True:
+            try:
+                return await once()
+            except _Again as failure:
+                if failure.reached and not repeatable:
+                    raise Unreachable(
+                        f"{failure}; whether the call took effect is not known", "outcome_unknown"
+                    ) from failure
+                wait_s = patience.next_s(failure.wait_s)
+                if loop.time() + wait_s > give_up_at:
+                    raise Unreachable(f"{self.url} does not answer: {failure}") from failure
+                await asyncio.sleep(wait_s)
+
+    async def _post(self, body: bytes, answer_s: float) -> msgspec.Raw:
+        stale = self.session_id
+        timeout = aiohttp.ClientTimeout(total=answer_s, sock_connect=10)
+        try:
+            async with self._http.post(self.url, data=body, headers=self.headers(), timeout=timeout) as response:
+                content = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as failure:
+            raise _Again(str(failure), reached=False) from failure
+        except (aiohttp.ClientError, OSError, TimeoutError) as failure:
+            raise _Again(str(failure) or type(failure).__name__, reached=True) from failure
+        if response.status == 404 and stale is not None:
+            await self.renew(stale)
+            raise _Again("the server no longer knew our MCP session", reached=False)
+        reply = messages.reply_in(response.content_type.encode(), content)
+        if response.status != 200:
+            _refuse(response, reply)
+        if stale is None and (given := response.headers.get("Mcp-Session-Id")) is not None:
+            self.session_id = given
+        if reply is None:
+            raise _Again("the server's answer ended before it was whole", reached=True)
+        if (failure := messages.failure_of(reply)) is not None:
+            raise failure
+        return reply.result if reply.result is not msgspec.UNSET else msgspec.Raw(b"{}")
+
+
+def _refuse(response: aiohttp.ClientResponse, reply: messages.Reply | None) -> NoReturn:
+    status, text = response.status, f"HTTP {response.status}"
+    if status in _NOT_PROCESSED:
+        after = response.headers.get("Retry-After", "")
+        raise _Again(text, reached=False, wait_s=float(after) if after.isdigit() else 0.0)
+    if status in _MAYBE_PROCESSED:
+        raise _Again(text, reached=True)
+    if reply is not None and reply.error is not None and reply.error.message:
+        text = reply.error.message
+    if status == 401:
+        raise Unauthenticated(text)
+    if status == 403:
+        raise Forbidden(text)
+    if status == 413:
+        raise TooLarge(text)
+    raise (messages.failure_of(reply) if reply is not None else None) or refusal("invalid_request", text)
+
+
+async def _text_of(response: aiohttp.ClientResponse) -> str:
+    reply = messages.reply_in(response.content_type.encode(), await response.read())
+    return reply.error.message if reply is not None and reply.error is not None else f"HTTP {response.status}"

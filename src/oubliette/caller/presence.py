@@ -1,0 +1,128 @@
+"""Being reachable: the server's stream, held open and taken up again, or polls where no stream can be held."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import aiohttp
+import msgspec
+
+from oubliette.caller import messages
+from oubliette.caller.crew import Crew
+from oubliette.caller.endpoint import Endpoint, NoStream
+from oubliette.caller.errors import CallerError, Unauthenticated, Unreachable
+from oubliette.caller.patience import Patience
+from oubliette.caller.sse import Frames
+
+OPEN_S = 5.0
+FAILURES_BEFORE_POLLING = 3
+POLL_WAIT_S = 25.0
+
+
+class Presence:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        crew: Crew,
+        *,
+        announced: Callable[[messages.Announced], None],
+        pinged: Callable[[int | str], None],
+        failed: Callable[[CallerError], None],
+        sessions: Callable[[], Iterable[str]],
+    ) -> None:
+        self._endpoint = endpoint
+        self._crew = crew
+        self._announced = announced
+        self._pinged = pinged
+        self._failed = failed
+        self._sessions = sessions
+        self._pollers: dict[str, asyncio.Task[None]] = {}
+        self._frames = Frames()
+        self._is_open = False
+        self._settled = asyncio.Event()
+        self.polling = False
+
+    async def settle(self) -> None:
+        """Wait until requests can reach us, one way or the other."""
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await self._settled.wait()
+        except TimeoutError:
+            self._start_polling()
+
+    async def keep(self) -> None:
+        """Hold the stream for as long as this task lives, and poll while it cannot be held."""
+        patience, failures = Patience(), 0
+        while True:
+            self._frames, self._is_open = Frames(), False
+            try:
+                await self._endpoint.stream(self._received)
+            except NoStream:
+                failures = FAILURES_BEFORE_POLLING
+            except Unauthenticated as failure:
+                self._failed(failure)
+                self._settled.set()
+                return
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, CallerError):
+                pass
+            if self._is_open:
+                patience.reset()
+                failures = 0
+            failures += 1
+            if failures >= FAILURES_BEFORE_POLLING:
+                self._start_polling()
+            # Not the seconds that the stream's `retry` asks for: the server counts how long its caller is away,
+            # and a droid waits.
+            await asyncio.sleep(patience.next_s())
+
+    def add(self, session_id: str) -> None:
+        """Another session is ours: be reachable for it as well."""
+        if self.polling and session_id not in self._pollers:
+            self._pollers[session_id] = self._crew.start(self._poll(session_id), "poll")
+
+    def _received(self, chunk: bytes) -> None:
+        if not self._is_open:
+            # Bytes, not the head of the response: a proxy that gathers before it passes on sends the head alone.
+            self._is_open = True
+            self._settled.set()
+            self._stop_polling()
+        for data in self._frames.feed(chunk):
+            self._pushed(data)
+
+    def _pushed(self, data: bytes) -> None:
+        try:
+            pushed = messages.decode_pushed(data)
+            if pushed.method == "notifications/message" and pushed.params is not None:
+                raw = pushed.params.data
+                if raw is not msgspec.UNSET:
+                    self._announced(messages.decode_announced(raw))
+            elif pushed.method == "ping" and pushed.id is not None:
+                self._pinged(pushed.id)
+        except msgspec.DecodeError:
+            pass  # not for us: a log notification may carry anything
+
+    def _start_polling(self) -> None:
+        self.polling = True
+        self._settled.set()
+        for session_id in self._sessions():
+            self.add(session_id)
+
+    def _stop_polling(self) -> None:
+        self.polling = False
+        for poller in self._pollers.values():
+            poller.cancel()
+        self._pollers.clear()
+
+    async def _poll(self, session_id: str) -> None:
+        patience = Patience()
+        arguments = {"session_id": session_id, "wait_seconds": POLL_WAIT_S}
+        while True:
+            try:
+                page = await self._endpoint.call("caller_tool_poll", arguments, wait_s=POLL_WAIT_S)
+            except Unreachable:
+                await asyncio.sleep(patience.next_s())
+            except CallerError:
+                return  # the session is over, or not ours
+            else:
+                patience.reset()
+                for request in page.get("requests", []):
+                    self._announced(messages.decode_announced(msgspec.json.encode(request)))

@@ -1,0 +1,421 @@
+"""The caller against a server that misbehaves on demand. Against the real one: tests/walks and tests/caller."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from oubliette import Caller
+from oubliette.caller.errors import CallerError, NotFound, SessionFailed, TooMany, Unauthenticated, Unreachable
+from oubliette.wire.events import Completion, Message
+from tests.kit.fake_server import TOKEN, FakeServer
+
+
+def lent_to(server: FakeServer, **options: Any) -> Caller:
+    return Caller(server.url, TOKEN, "ant", **options)
+
+
+async def test_a_request_runs_the_tool_and_its_result_goes_back() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def add(a: int, b: int = 1) -> dict[str, int]:
+            """Add."""
+            return {"sum": a + b}
+
+        @caller.tool
+        async def later(a: int) -> int:
+            await asyncio.sleep(0)
+            return a
+
+        @caller.tool(threaded=True, name="in_a_thread")
+        def blocking() -> list[Any]:
+            return [None, False, "é"]
+
+        await caller.start("demo", "go")
+        assert await server.ask("add", {"a": 2}) == {"result": {"sum": 3}, "error": None}
+        assert await server.ask("later", {"a": 2}) == {"result": 2, "error": None}
+        assert await server.ask("in_a_thread", {}) == {"result": [None, False, "é"], "error": None}
+
+
+async def test_what_a_tool_raises_reaches_the_droid_as_its_message_alone() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def plain() -> None:
+            raise ValueError("recipient not found")
+
+        @caller.tool
+        async def waiting() -> None:
+            raise KeyError
+
+        @caller.tool
+        def not_json() -> object:
+            return object()
+
+        @caller.tool
+        async def cancels_itself() -> None:
+            raise asyncio.CancelledError
+
+        assert (await server.ask("plain", {}))["error"] == "recipient not found"
+        assert (await server.ask("waiting", {}))["error"] == "KeyError"
+        assert "not JSON" in (await server.ask("not_json", {}))["error"]
+        assert "cancelled" in (await server.ask("cancels_itself", {}))["error"]
+        assert "invalid arguments" in (await server.ask("plain", {"more": 1}))["error"]
+        assert "no tool 'nothing'" in (await server.ask("nothing", {}))["error"]
+
+
+async def test_a_slow_tool_holds_up_no_other_and_only_so_many_run_at_once() -> None:
+    async with FakeServer() as server, lent_to(server, parallel_max=3) as caller:
+        gate = asyncio.Event()
+        running = most = 0
+
+        @caller.tool
+        async def slow(n: int) -> int:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await gate.wait()
+            running -= 1
+            return n
+
+        @caller.tool
+        def quick() -> int:
+            return 0
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(server.ask("slow", {"n": n})) for n in range(10)]
+            assert (await server.ask("quick", {}))["result"] == 0
+            gate.set()
+        assert [one.result()["result"] for one in asked] == list(range(10))
+        assert most == 3
+
+
+async def test_a_request_that_comes_twice_is_run_once_and_answered_twice_alike() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        ran: list[int] = []
+
+        @caller.tool
+        def count() -> int:
+            ran.append(1)
+            return len(ran)
+
+        assert (await server.ask("count", {}, request_id="r1"))["result"] == 1
+        await server.announce("count", {}, request_id="r1", redelivery=1)
+        await server.until(lambda: len(server.answers) == 2)
+        assert server.answers[0] == server.answers[1]
+        assert ran == [1]
+
+
+async def test_an_answer_is_sent_until_the_server_took_it() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        ran: list[int] = []
+
+        @caller.tool
+        def once() -> int:
+            ran.append(1)
+            return 7
+
+        server.hang_ups = 2
+        assert (await server.ask("once", {}))["result"] == 7
+        await server.until(lambda: len(server.answers) == 3)
+        server.unavailable = 3
+        assert (await server.ask("once", {}))["result"] == 7
+        assert server.unavailable == 0
+        assert ran == [1, 1]
+
+
+async def test_an_answer_that_is_refused_for_good_is_not_sent_again() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def late() -> int:
+            return 1
+
+        server.refusals["r1"] = {"is_error": True, "accepted": False, "reason": "expired"}
+        await server.announce("late", {}, request_id="r1")
+        await server.until(lambda: len(server.answers) == 1)
+        await server.ask("late", {})
+        assert [one["request_id"] for one in server.answers].count("r1") == 1
+
+
+async def test_a_result_that_the_server_cannot_take_becomes_an_error() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def huge() -> str:
+            return "x"
+
+        error = {"kind": "too_large", "message": "a result is at most 6 MiB"}
+        server.refusals["r1"] = {"is_error": True, "error": error}
+        answer = await server.ask("huge", {}, request_id="r1")
+        assert answer["result"] is None
+        assert "at most 6 MiB" in answer["error"]
+
+
+async def test_a_cancelled_request_cancels_the_tool_and_is_not_answered() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        @caller.tool
+        async def wait() -> None:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        @caller.tool
+        def quick() -> int:
+            return 0
+
+        await server.announce("wait", {}, request_id="r1")
+        async with asyncio.timeout(5):
+            await began.wait()
+            await server.push({"type": "caller_tool_cancelled", "request_id": "r1", "tool": "wait", "reason": "droid"})
+            await ended.wait()
+        await server.ask("quick", {})
+        assert [one["request_id"] for one in server.answers if one["request_id"] == "r1"] == []
+
+
+async def test_progress_from_inside_a_tool_names_its_request() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        async def long() -> None:
+            caller.progress(1, 3, "a third")
+            await asyncio.sleep(0)
+
+        @caller.tool(threaded=True)
+        def blocking() -> None:
+            caller.progress(message="in a thread")
+
+        caller.progress(9)
+        await server.ask("long", {}, request_id="r1")
+        await server.ask("blocking", {}, request_id="r2")
+        await server.until(lambda: len(server.progress) == 2)
+        assert server.progress == [
+            {"session_id": "gogol_1", "request_id": "r1", "progress": 1, "total": 3, "message": "a third"},
+            {"session_id": "gogol_1", "request_id": "r2", "message": "in a thread"},
+        ]
+
+
+async def test_large_arguments_are_fetched() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def size(text: str) -> int:
+            return len(text)
+
+        assert (await server.ask("size", {"text": "x" * 300_000}, by_reference=True))["result"] == 300_000
+
+
+async def test_a_lost_stream_is_taken_up_again() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        for n in range(3):
+            assert (await server.ask("echo", {"n": n}))["result"] == n
+            await server.drop_streams()
+            await server.until(lambda: server.has_stream)
+
+
+async def test_a_server_that_forgot_the_mcp_session_is_met_anew() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        session = await caller.start("demo", "go")
+        assert (await server.ask("echo", {"n": 1}))["result"] == 1
+        server.mcp_sessions.clear()
+        server.calls.clear()
+        await session.send("more")
+        await server.drop_streams()
+        await server.until(lambda: server.has_stream)
+        assert (await server.ask("echo", {"n": 2}))["result"] == 2
+        assert [name for name, _ in server.calls] == ["session_events", "session_message"], "the session is ours again"
+
+
+async def test_an_answer_under_a_forgotten_mcp_session_arrives_under_the_next() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def forget() -> int:
+            server.mcp_sessions.clear()
+            return 5
+
+        assert (await server.ask("forget", {}))["result"] == 5
+
+
+@pytest.mark.parametrize("manner", ["streams_refused", "streams_mute"])
+async def test_requests_are_polled_for_where_no_stream_can_be_held(
+    manner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oubliette.caller.presence.OPEN_S", 0.1)
+    server = FakeServer()
+    setattr(server, manner, True)
+    async with server, lent_to(server) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        await caller.start("demo", "go")
+        assert (await server.ask("echo", {"n": 1}))["result"] == 1
+        assert (await server.ask("echo", {"n": 2}))["result"] == 2
+
+
+async def test_replies_may_come_as_a_stream_of_events() -> None:
+    async with FakeServer() as server:
+        server.replies_as_events = True
+        async with lent_to(server) as caller:
+
+            @caller.tool
+            def echo(n: int) -> int:
+                return n
+
+            await caller.start("demo", "go")
+            assert (await server.ask("echo", {"n": 1}))["result"] == 1
+            await server.ask("echo", {"n": 2})
+            assert len(server.answers) == 2
+
+
+async def test_a_ping_is_answered_and_other_frames_are_let_by() -> None:
+    async with FakeServer() as server, lent_to(server):
+        await server.push_frame({"jsonrpc": "2.0", "method": "notifications/message", "params": {"data": "text"}})
+        await server.push_frame({"jsonrpc": "2.0", "method": "notifications/else", "params": [1]})
+        await server.push_frame({"jsonrpc": "2.0", "id": "p1", "method": "ping"})
+        await server.until(lambda: server.pongs == ["p1"])
+
+
+async def test_a_session_is_started_by_the_name_of_its_project_and_lent_the_tools() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            """Echo."""
+            return n
+
+        session = await caller.start("demo", "go", autonomy="high", context={"more": 1})
+        await session.send("again")
+        caller.withdraw("echo")
+        await session.send("without")
+        messages = [arguments for name, arguments in server.calls if name == "session_message"]
+        assert messages[0]["project_id"] == "id-of-demo"
+        assert messages[0]["autonomy"] == "high"
+        assert messages[0]["context"] | {"caller_tools": []} == {"more": 1, "caller_id": "ant", "caller_tools": []}
+        assert [tool["name"] for tool in messages[0]["context"]["caller_tools"]] == ["echo"]
+        assert messages[1] == {"session_id": "gogol_1", "message": "again"}, "what the session knows is not said again"
+        assert messages[2]["context"]["caller_tools"] == []
+        with pytest.raises(NotFound, match="0 projects are named 'dem'"):
+            await caller.start("dem", "go")
+
+
+async def test_events_come_in_order_once_each_until_the_session_ends() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        session = await caller.start("demo", "go")
+        for n in range(250):
+            await server.log(type="message", text=str(n))
+        await server.log(type="from_the_future", colour="red")
+        got: list[Any] = []
+        async with asyncio.timeout(10):
+            async for logged in session.events():
+                got.append(logged)
+                if logged.index == 250:
+                    await server.log(type="message", text="last")
+                    await server.end_session()
+        assert [one.index for one in got] == list(range(252))
+        assert got[7].event == Message(text="7")
+        assert got[250].type == "from_the_future"
+        assert got[250].event["colour"] == "red"
+        assert [one.index async for one in session.events(since_index=249)] == [250, 251]
+
+
+async def test_the_result_is_the_end_of_the_turn_of_the_last_message() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        session = await caller.start("demo", "go")
+        await server.log(type="completion", turn=1, stop_reason="end_turn", text="one", duration_ms=1)
+        assert await session.result() == Completion(turn=1, stop_reason="end_turn", text="one", duration_ms=1)
+        await session.send("more")
+        with pytest.raises(TimeoutError):
+            await session.result(timeout_s=0.05)
+        await server.log(type="completion", turn=2, stop_reason="end_turn", text="two", duration_ms=1)
+        assert (await session.result(timeout_s=5)).text == "two"
+        await session.send("more")
+        await server.log(type="error", kind="droid_failed", message="the droid died")
+        await server.end_session()
+        with pytest.raises(SessionFailed, match="the droid died"):
+            await session.result(timeout_s=5)
+
+
+async def test_refusals_are_exceptions_by_their_kind() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        with pytest.raises(TooMany, match="16 messages are waiting") as refused:
+            await caller.start("demo", "refuse")
+        assert refused.value.kind == "too_many"
+        assert refused.value.details["retryable"] is True
+
+
+async def test_a_wrong_token_is_told_at_once() -> None:
+    async with FakeServer() as server:
+        with pytest.raises(Unauthenticated, match="invalid or expired"):
+            async with Caller(server.url, "oub_wrong"):
+                raise NotImplementedError
+
+
+async def test_a_server_that_is_not_there_is_waited_for_and_then_given_up() -> None:
+    async with FakeServer() as server:
+        url = server.url
+    with pytest.raises(Unreachable, match="does not answer"):
+        async with Caller(url, TOKEN, patience_s=0.3):
+            raise NotImplementedError
+
+
+async def test_an_exception_of_the_body_comes_out_as_it_is() -> None:
+    async with FakeServer() as server:
+        with pytest.raises(LookupError, match="mine"):
+            async with lent_to(server):
+                raise LookupError("mine")
+        assert server.mcp_sessions == set(), "the session was ended"
+
+
+async def test_leaving_sends_what_is_answered_and_cancels_what_runs() -> None:
+    async with FakeServer() as server:
+        ended = asyncio.Event()
+        async with lent_to(server) as caller:
+            began = asyncio.Event()
+
+            @caller.tool
+            async def endless() -> None:
+                began.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+
+            @caller.tool
+            def quick() -> int:
+                return 1
+
+            server.unavailable = 1
+            await server.announce("quick", {}, request_id="r1")
+            await server.announce("endless", {}, request_id="r2")
+            await began.wait()
+        assert ended.is_set()
+        assert [one["request_id"] for one in server.answers] == ["r1"]
+
+
+async def test_a_url_that_is_none_is_refused_when_it_is_given() -> None:
+    with pytest.raises(ValueError, match="not an http or https URL"):
+        Caller("localhost:8080/mcp", TOKEN)
+
+
+async def test_a_failure_without_a_kind_is_still_a_caller_error() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        with pytest.raises(CallerError):
+            await caller.call("nothing_like_it")

@@ -1,0 +1,48 @@
+"""Responses are the same wherever the bytes are cut, and what is not HTTP is said to be so."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oubliette.caller.http1 import BadResponse, Response, Responses
+from tests.caller.test_sse import cut
+
+STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+    b"HTTP/1.1 100 Continue\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"5;x=y\r\ndata:\r\n4\r\n 1\n\n\r\n0\r\nTrailer: x\r\n\r\n"
+    b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
+    b"HTTP/1.1 204 No Content\r\n\r\n"
+    b"HTTP/1.1 503 Busy\r\nRetry-After: 2\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+)
+WHOLE = [
+    Response(200, b"application/json", b"", b"{}", False),
+    Response(200, b"text/event-stream", b"", b"data: 1\n\n", False),
+    Response(202, b"", b"", b"", False),
+    Response(204, b"", b"", b"", False),
+    Response(503, b"", b"2", b"", True),
+]
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=30))
+def test_any_cut_of_the_bytes_yields_the_same_responses(places: list[int]) -> None:
+    responses = Responses()
+    assert [one for chunk in cut(STREAM, places) for one in responses.feed(chunk)] == WHOLE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"x" * 70_000,
+    ],
+)
+def test_what_is_not_http_is_refused(text: bytes) -> None:
+    with pytest.raises(BadResponse):
+        Responses().feed(text)

@@ -1,0 +1,269 @@
+"""A server that speaks the frames of ours and misbehaves on demand: for what the real one never does on request."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+TOKEN = "oub_" + "0" * 64
+
+
+class FakeServer:
+    """Holds one session's log and asks its caller for tools.
+
+    `async with FakeServer() as server:` listens on a free port; the attributes below are its manners.
+    """
+
+    def __init__(self) -> None:
+        self.streams_refused = False  # GET answers 405
+        self.streams_mute = False  # GET sends its head and nothing else
+        self.replies_as_events = False  # POST answers as an event stream
+        self.unavailable = 0  # so many POSTs are answered 503
+        self.hang_ups = 0  # so many answers are taken and the connection closed before a reply
+        self.refusals: dict[str, dict[str, Any]] = {}  # by request id: what an answer is told
+        self.answers: list[dict[str, Any]] = []  # arguments of caller_tool_response as they came
+        self.progress: list[dict[str, Any]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[dict[str, Any]] = []
+        self.status = "working"
+        self.mcp_sessions: set[str] = set()
+        self.pongs: list[Any] = []
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._large: dict[str, dict[str, Any]] = {}
+        self._polled: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._streams: dict[str, web.StreamResponse] = {}
+        self._changed = asyncio.Condition()
+        self._done = asyncio.Event()
+
+    async def __aenter__(self) -> "FakeServer":
+        app = web.Application(client_max_size=1 << 24)
+        app.router.add_post("/mcp", self._post)
+        app.router.add_get("/mcp", self._get)
+        app.router.add_delete("/mcp", self._delete)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await self.listen(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._done.set()
+        await self._runner.cleanup()
+
+    async def listen(self, port: int) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await self._site.start()
+        assert self._site._server is not None
+        self.port: int = self._site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{self.port}/mcp"
+
+    async def ask(self, tool: str, arguments: Any, *, request_id: str | None = None, by_reference: bool = False) -> Any:
+        """Push a request on the stream and wait for its answer, as a droid would."""
+        request_id = request_id or str(uuid.uuid4())
+        future = self._waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
+        await self.announce(tool, arguments, request_id=request_id, by_reference=by_reference)
+        async with asyncio.timeout(10):
+            return await asyncio.shield(future)
+
+    async def announce(
+        self, tool: str, arguments: Any, *, request_id: str, by_reference: bool = False, redelivery: int = 0
+    ) -> None:
+        event = {
+            "type": "caller_tool_request",
+            "session_id": "gogol_1",
+            "request_id": request_id,
+            "tool": tool,
+            "deadline_at": 9e9,
+            "redelivery": redelivery,
+        }
+        if by_reference:
+            self._large[request_id] = arguments
+            event["arguments_bytes"] = len(msgspec.json.encode(arguments))
+        else:
+            event["arguments"] = arguments
+        await self.push(event)
+
+    async def push(self, event: dict[str, Any]) -> None:
+        if not self._streams:
+            self._polled.put_nowait(event)
+            return
+        await self.push_frame(
+            {
+                "jsonrpc": "2.0",
+                "method": "notifications/message",
+                "params": {"level": "info", "logger": "oubliette.session", "data": event},
+            }
+        )
+
+    async def push_frame(self, frame: Any) -> None:
+        newest = list(self._streams.values())[-1]
+        await newest.write(b"event: message\ndata: " + msgspec.json.encode(frame) + b"\n\n")
+
+    async def log(self, **event: Any) -> None:
+        """Append to the session's log."""
+        async with self._changed:
+            self.events.append({"index": len(self.events), "at": 1.0, "session_id": "gogol_1"} | event)
+            self._changed.notify_all()
+
+    async def end_session(self) -> None:
+        async with self._changed:
+            self.status = "ended"
+            self._changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something that callers change is so."""
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(condition)
+
+    async def drop_streams(self) -> None:
+        """Cut every stream as a failing network would."""
+        for stream in self._streams.values():
+            transport = stream._req.transport if stream._req is not None else None  # type: ignore[attr-defined]
+            if transport is not None:
+                transport.abort()
+        self._streams.clear()
+
+    @property
+    def has_stream(self) -> bool:
+        return bool(self._streams)
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response(
+                {"jsonrpc": "2.0", "id": None, "error": {"code": -32001, "message": "invalid or expired API key"}},
+                status=401,
+            )
+        if self.unavailable:
+            self.unavailable -= 1
+            return web.Response(status=503, headers={"Retry-After": "0"})
+        message = await request.json()
+        if message.get("method") == "initialize":
+            session = uuid.uuid4().hex
+            self.mcp_sessions.add(session)
+            result: Any = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "fake"}}
+            return web.json_response(_reply(message, result), headers={"Mcp-Session-Id": session})
+        if request.headers.get("Mcp-Session-Id") not in self.mcp_sessions:
+            return web.Response(status=404)
+        if "method" not in message:
+            async with self._changed:
+                self.pongs.append(message["id"])
+                self._changed.notify_all()
+            return web.Response(status=202)
+        if "id" not in message:
+            return web.Response(status=202)
+        return await self._tool(request, message)
+
+    async def _tool(self, request: web.Request, message: Any) -> web.StreamResponse:
+        name, arguments = message["params"]["name"], message["params"]["arguments"]
+        if name != "caller_tool_response":
+            self.calls.append((name, arguments))
+        value = await getattr(self, f"_{name}")(arguments)
+        if name == "caller_tool_response" and self.hang_ups:
+            self.hang_ups -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        is_error = bool(value.pop("is_error", False))
+        result = {
+            "content": [{"type": "text", "text": msgspec.json.encode(value).decode()}],
+            "structuredContent": value,
+            "isError": is_error,
+        }
+        if self.replies_as_events:
+            note = {"jsonrpc": "2.0", "method": "notifications/progress", "params": {}}
+            body = b"".join(b"data: %b\n\n" % msgspec.json.encode(one) for one in (note, _reply(message, result)))
+            return web.Response(body=body, content_type="text/event-stream")
+        return web.json_response(_reply(message, result))
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        if self.streams_refused:
+            return web.Response(status=405)
+        session = request.headers.get("Mcp-Session-Id", "")
+        if session not in self.mcp_sessions:
+            return web.Response(status=404)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        if not self.streams_mute:
+            await stream.write(b"retry: 3000\n\n")
+            async with self._changed:
+                self._streams[session] = stream
+                self._changed.notify_all()
+        try:
+            await self._done.wait()
+        finally:
+            if self._streams.get(session) is stream:
+                del self._streams[session]
+        return stream
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        self.mcp_sessions.discard(request.headers.get("Mcp-Session-Id", ""))
+        return web.Response(status=204)
+
+    async def _caller_tool_response(self, arguments: Any) -> dict[str, Any]:
+        async with self._changed:
+            self.answers.append(arguments)
+            self._changed.notify_all()
+        request_id = arguments["request_id"]
+        if request_id in self.refusals:
+            return dict(self.refusals.pop(request_id))
+        future = self._waiting.get(request_id)
+        if future is None:
+            return {"is_error": True, "accepted": False, "reason": "unknown"}
+        if future.done():
+            return {"accepted": True, "repeated": True}
+        future.set_result({name: arguments.get(name) for name in ("result", "error")})
+        return {"accepted": True}
+
+    async def _caller_tool_progress(self, arguments: Any) -> dict[str, Any]:
+        async with self._changed:
+            self.progress.append(arguments)
+            self._changed.notify_all()
+        return {}
+
+    async def _caller_tool_pending(self, arguments: Any) -> dict[str, Any]:
+        request_id = arguments["request_id"]
+        return {"requests": [{"request_id": request_id, "arguments": self._large[request_id]}]}
+
+    async def _caller_tool_poll(self, arguments: Any) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(arguments["wait_seconds"]):
+                return {"requests": [await self._polled.get()]}
+        except TimeoutError:
+            return {"requests": []}
+
+    async def _project_list(self, arguments: Any) -> dict[str, Any]:
+        names = ("demo", "demolition")
+        return {"projects": [{"project_id": f"id-of-{name}", "name": name} for name in names]}
+
+    async def _session_message(self, arguments: Any) -> dict[str, Any]:
+        if arguments["message"] == "refuse":
+            error = {"kind": "too_many", "message": "16 messages are waiting", "retryable": True}
+            return {"is_error": True, "error": error}
+        spawned = "session_id" not in arguments
+        return {
+            "session_id": "gogol_1",
+            "spawned": spawned,
+            "last_event_index": -1 if spawned else len(self.events) - 1,
+        }
+
+    async def _session_events(self, arguments: Any) -> dict[str, Any]:
+        since = arguments["since_index"]
+
+        def found() -> list[dict[str, Any]]:
+            return self.events[since + 1 :][: arguments["max_events"]]
+
+        try:
+            async with asyncio.timeout(arguments["wait_seconds"]), self._changed:
+                await self._changed.wait_for(lambda: found() or self.status == "ended")
+        except TimeoutError:
+            pass
+        return {"session_id": "gogol_1", "status": self.status, "events": found(), "last_index": len(self.events) - 1}
+
+    async def _session_end(self, arguments: Any) -> dict[str, Any]:
+        await self.end_session()
+        return {}
+
+
+def _reply(message: Any, result: Any) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": message["id"], "result": result}
