@@ -1,5 +1,7 @@
 """Events are the same wherever the bytes are cut."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ LINES = st.text(alphabet='abc:{}" é', min_size=1, max_size=12)
 
 def cut(text: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(st.lists(LINES, min_size=1, max_size=5), st.sampled_from(["\n", "\r\n", "\r"]), st.lists(st.integers(0, 500)))

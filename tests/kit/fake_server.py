@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
@@ -38,7 +38,7 @@ class FakeServer:
         self._changed = asyncio.Condition()
         self._done = asyncio.Event()
 
-    async def __aenter__(self) -> "FakeServer":
+    async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/mcp", self._post)
         app.router.add_get("/mcp", self._get)
