@@ -70,6 +70,10 @@ class KeeperLink(Protocol):
 
 
 class Droid(Protocol):
+    def has_turn(self, turn: int) -> bool:
+        """Whether this turn's prompt was stored already; after a restart one that was not must be given again."""
+        ...
+
     async def prompt(self, turn: int, text: str) -> None:
         """Begin a turn: stored before it returns. The session learns of the end by `turn_ended`."""
         ...

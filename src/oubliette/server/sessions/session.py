@@ -1,0 +1,308 @@
+"""A live session: one task that makes its box, starts its droid and gives it one turn after the other."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from oubliette.server.caller_tools.exchange import Exchange
+from oubliette.server.clock import Clock
+from oubliette.server.droids.driver import Droid, Outcome
+from oubliette.server.droids.driver import Session as DroidSession
+from oubliette.server.errors import OublietteError
+from oubliette.server.events.following import Following
+from oubliette.server.events.log import EventLog
+from oubliette.server.sessions import rows
+from oubliette.server.sessions.boxes import Boxes, OpenBox
+from oubliette.server.sessions.lifecycle import Move, State, TurnState
+from oubliette.server.storage.database import Database, Tx
+from oubliette.wire.events import Completion, Error, Event, TurnStarted, Warn
+
+logger = logging.getLogger(__name__)
+
+# An agent that never asked for its tools by then goes on without them, and most do so silently.
+LISTED_WITHIN_S = 10.0
+
+
+class Droids(Protocol):
+    """Starts and finds droids. Implemented in `droids/`, joined by the app."""
+
+    async def start(self, session: DroidSession, box: OpenBox, *, api_key: str | None) -> Droid:
+        """Start the agent in this box and open its conversation. Raises `DroidFailed`."""
+        ...
+
+    async def resume(self, session: DroidSession, box: OpenBox) -> Droid | None:
+        """Go on with the droid that runs in this box since before a restart; None where there is none."""
+        ...
+
+
+class Keys(Protocol):
+    """The key that a session's droid gets for the platform's tools, if it gets one."""
+
+    async def for_droid(self, session_id: str) -> tuple[str | None, Sequence[Event]]:
+        """The key, and what the log should say about it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """What every live session stands on."""
+
+    database: Database
+    clock: Clock
+    events: EventLog
+    following: Following
+    exchange: Exchange
+    boxes: Boxes
+    droids: Droids
+    keys: Keys
+    idle_after_s: float
+
+
+class LiveSession:
+    """Implements what a droid needs of its session (`droids.driver.Session`)."""
+
+    def __init__(self, row: rows.Session, rooms: Rooms, ended: Callable[[str], None]) -> None:
+        self._id = row.id
+        self._row = row
+        self._rooms = rooms
+        self._ended = ended
+        self._woken = asyncio.Event()
+        self._over = asyncio.Event()
+        self._open_turn: int | None = None
+        self._box: OpenBox | None = None
+        self._droid: Droid | None = None
+        self._loss: str | None = None
+        self._listed = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def autonomy(self) -> str:
+        return self._row.choices.autonomy
+
+    @property
+    def workspace_id(self) -> str:
+        return self._row.workspace_id
+
+    # -- asked by operations ------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """A message was queued."""
+        self._woken.set()
+
+    def listed(self) -> None:
+        """The droid asked for its tools and was answered."""
+        self._listed = True
+
+    async def cancel(self) -> bool:
+        """Cancel the open turn, and what it waits for; False where none is open."""
+        if self._open_turn is None:
+            return False
+        await self._rooms.exchange.cancel_all(self._id, "the turn was cancelled")
+        if self._droid is not None:
+            await self._droid.cancel()
+        return True
+
+    async def stop(self) -> None:
+        """End the droid and its box; the session's row has ended already."""
+        if self.task is not None:
+            self.task.cancel()
+        droid, self._droid = self._droid, None
+        if droid is not None:
+            await droid.stop()
+        box, self._box = self._box, None
+        if box is not None:
+            await self._rooms.boxes.end(box)
+
+    # -- its own task -------------------------------------------------------------------------------------------
+
+    async def run(self, *, resumed: bool = False) -> None:
+        """Live until ended. A fault ends this session and nothing else."""
+        try:
+            if resumed:
+                await self._resume()
+            while True:
+                turn = await self._next()
+                if turn is None:
+                    await self._finish(Move.EXPIRE, "idle for too long")
+                    return
+                await self._take(turn)
+        except OublietteError as failure:
+            logger.warning("a session failed", extra={"session_id": self._id, "kind": failure.kind})
+            await self._fail(failure.kind, failure.message)
+        except Exception:
+            logger.exception("a session failed", extra={"session_id": self._id})
+            await self._fail("internal", "a bug in the server ended this session; its log has the details")
+
+    async def _next(self) -> rows.Turn | None:
+        """The turn to take, or None when none came for too long."""
+        while True:
+            self._woken.clear()
+            turn = await self._rooms.database.read(lambda tx: rows.next_turn(tx, self._id))
+            if turn is not None:
+                return turn
+            try:
+                async with asyncio.timeout(self._rooms.idle_after_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                return None
+
+    async def _take(self, turn: rows.Turn) -> None:
+        """Give a turn to the droid and wait for its end; a turn that is open already is waited for."""
+        self._over.clear()
+        resumed = turn.state is TurnState.RUNNING
+        if self._droid is None and resumed:
+            await self._lost_turn(turn.number, "box_lost", self._loss or "the box of this turn is gone")
+            return
+        droid = await self._ready()
+        if not resumed and not await self._begin(turn):
+            return
+        self._open_turn = turn.number
+        if not resumed or not droid.has_turn(turn.number):
+            await droid.prompt(turn.number, turn.prompt)
+        timer = asyncio.get_running_loop().call_later(LISTED_WITHIN_S, self._look_for_tools)
+        try:
+            await self._over.wait()
+        finally:
+            timer.cancel()
+            self._open_turn = None
+        if self._loss is not None:
+            await self._lost_turn(turn.number, "droid_failed", self._loss)
+            await self._clear()
+        await self._rooms.exchange.cancel_all(self._id, "the turn is over")
+
+    async def _ready(self) -> Droid:
+        """The droid, in its box; both are made where they are missing."""
+        if self._droid is not None:
+            return self._droid
+        rooms = self._rooms
+        self._loss = None
+        self._listed = False
+        if self._box is None:
+            row = self._row
+            self._box = await rooms.boxes.make(row.id, row.project_id, row.workspace_id, lost=self.droid_ended)
+        key, said = await rooms.keys.for_droid(self._id)
+        if said:
+            await self._say(*said)
+        self._droid = await rooms.droids.start(self, self._box, api_key=key)
+        return self._droid
+
+    async def _resume(self) -> None:
+        box = await self._rooms.boxes.adopt(self._id, lost=self.droid_ended)
+        if box is None:
+            return
+        self._box = box
+        self._listed = True
+        self._droid = await self._rooms.droids.resume(self, box)
+        if self._droid is None:
+            await self._clear()
+
+    async def _begin(self, turn: rows.Turn) -> bool:
+        now = self._rooms.clock.now()
+
+        async def write(tx: Tx) -> int | None:
+            if not await rows.begin_turn(tx, self._id, turn.number, now):
+                return None
+            moved = await rows.move(tx, self._id, Move.TURN, now)
+            return await self._rooms.events.append(tx, self._id, (*moved, TurnStarted(turn=turn.number)), now)
+
+        last = await self._rooms.database.write(write)
+        if last is not None:
+            self._rooms.following.wake(self._id, last)
+        return last is not None
+
+    async def _lost_turn(self, number: int, kind: str, message: str) -> None:
+        """Close a turn whose droid will not close it any more."""
+        outcome = Outcome(stop_reason="error", text="", error=message, error_kind=kind)
+
+        async def write(tx: Tx) -> int:
+            said = await self.turn_ended(tx, number, outcome)
+            return await self._rooms.events.append(tx, self._id, said, self._rooms.clock.now())
+
+        self._rooms.following.wake(self._id, await self._rooms.database.write(write))
+
+    async def _clear(self) -> None:
+        """Let go of a droid that is no use any more, with its box: the next turn makes new ones."""
+        self._droid = None
+        box, self._box = self._box, None
+        if box is not None:
+            await self._rooms.boxes.end(box)
+
+    async def _say(self, *said: Event) -> None:
+        now = self._rooms.clock.now()
+
+        async def write(tx: Tx) -> int:
+            return await self._rooms.events.append(tx, self._id, said, now)
+
+        self._rooms.following.wake(self._id, await self._rooms.database.write(write))
+
+    def _look_for_tools(self) -> None:
+        if not self._listed and self._open_turn is not None and self.task is not None:
+            message = "the droid has not asked for its tools: it may be working without them"
+            # The session's own task waits for the turn; the log line needs one of its own, owned by the box's group.
+            self._rooms.boxes.spawn(self._say(Warn(kind="mcp_not_connected", message=message)))
+
+    async def _fail(self, kind: str, message: str) -> None:
+        if self._open_turn is not None:
+            await self._lost_turn(self._open_turn, kind, message)
+        await self._say(Error(kind=kind, message=message))
+        await self._finish(Move.FAIL, message)
+
+    async def _finish(self, move: Move, reason: str) -> None:
+        """End from inside: by failure or by idling."""
+        now = self._rooms.clock.now()
+
+        async def write(tx: Tx) -> int:
+            current = await rows.get(tx, self._id)
+            if not current.is_live:
+                return current.next_index - 1
+            await rows.drop_queued(tx, self._id, now)
+            moved = await rows.move(
+                tx, self._id, move if current.state is not State.STARTING else Move.FAIL, now, reason
+            )
+            return await self._rooms.events.append(tx, self._id, moved, now)
+
+        self._rooms.following.wake(self._id, await self._rooms.database.write(write))
+        self._ended(self._id)
+
+    # -- asked by the droid -------------------------------------------------------------------------------------
+
+    async def turn_ended(self, tx: Tx, turn: int, outcome: Outcome) -> Sequence[Event]:
+        now = self._rooms.clock.now()
+        started = await rows.end_turn(
+            tx,
+            self._id,
+            turn,
+            now,
+            stop_reason=outcome.stop_reason,
+            text=outcome.text,
+            error=outcome.error,
+            usage=dict(outcome.usage) if outcome.usage is not None else None,
+        )
+        if started is None:
+            return ()
+        current = await rows.get(tx, self._id)
+        moved = await rows.move(tx, self._id, Move.REST, now) if current.state is State.RUNNING else ()
+        said: list[Event] = []
+        if outcome.error is not None:
+            said.append(Error(kind=outcome.error_kind or "droid_failed", message=outcome.error, turn=turn))
+        duration_ms = max(0, round((now - started) * 1000))
+        said.append(Completion(turn=turn, stop_reason=outcome.stop_reason, text=outcome.text, duration_ms=duration_ms))
+        return (*said, *moved)
+
+    def turn_is_over(self, turn: int, outcome: Outcome) -> None:
+        del outcome
+        if turn == self._open_turn:
+            self._over.set()
+
+    def droid_ended(self, reason: str) -> None:
+        self._loss = reason
+        if self._open_turn is not None:
+            self._over.set()
+        else:
+            self._droid = None
