@@ -1,0 +1,167 @@
+"""The HTTP door: three routes, no framework, and the server that runs them.
+
+`/mcp` is the product; `/health` says that the process answers, `/ready` that it can work.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
+from typing import Any, Final
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+# None: ready. Otherwise why not.
+Readiness = Callable[[], Awaitable[str | None]]
+
+BACKLOG: Final = 1024
+KEEP_ALIVE_S: Final = 75
+# How long a new connection may take to send the head of its first request.
+FIRST_REQUEST_S: Final = 30.0
+# A peer that has vanished is noticed after so long: data unacknowledged, or probes of a silent connection.
+PEER_GONE_MS: Final = 20_000
+PROBE_AFTER_S: Final = 15
+PROBE_EVERY_S: Final = 5
+PROBES: Final = 3
+STOP_WITHIN_S: Final = 5
+
+
+class Routes:
+    """The ASGI application."""
+
+    def __init__(self, mcp: Asgi, ready: Readiness) -> None:
+        self._mcp = mcp
+        self._ready = ready
+        self._routes: Mapping[str, Asgi] = {"/mcp": mcp, "/health": self._health, "/ready": self._readiness}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        route = self._routes.get(scope["path"])
+        if route is None:
+            await _answer(send, 404, {"error": "no such path: oubliette is at /mcp"})
+        else:
+            await route(scope, receive, send)
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _answer_get(scope, send, 200, {"status": "ok"})
+
+    async def _readiness(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = await self._ready()
+        if reason is None:
+            await _answer_get(scope, send, 200, {"status": "ready"})
+        else:
+            await _answer_get(scope, send, 503, {"status": "not ready", "reason": reason})
+
+
+async def _answer_get(scope: Scope, send: Send, status: int, body: Mapping[str, str]) -> None:
+    if scope["method"] in ("GET", "HEAD"):
+        await _answer(send, status, body)
+    else:
+        await _answer(send, 405, {"error": "only GET here"}, (b"allow", b"GET, HEAD"))
+
+
+async def _answer(send: Send, status: int, body: Mapping[str, str], *headers: tuple[bytes, bytes]) -> None:
+    content = msgspec.json.encode(body)
+    length = (b"content-length", b"%d" % len(content))
+    kind = (b"content-type", b"application/json")
+    await send({"type": "http.response.start", "status": status, "headers": [kind, length, *headers]})
+    await send({"type": "http.response.body", "body": content})
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, listening, whose connections notice a peer that has vanished.
+
+    What is set here is inherited by every accepted connection. Raises `OSError` where the address is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", PROBE_AFTER_S),
+            ("TCP_KEEPINTVL", PROBE_EVERY_S),
+            ("TCP_KEEPCNT", PROBES),
+            ("TCP_USER_TIMEOUT", PEER_GONE_MS),
+        ):
+            option = getattr(socket, name, None)  # what another system lacks, `ping` makes up for
+            if option is not None:
+                listener.setsockopt(socket.IPPROTO_TCP, option, value)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's connection, which lets a request break it off, and does not wait for ever for the first one."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)
+
+    def on_headers_complete(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self.scope["extensions"] = {"oubliette.abort": self.transport.abort}  # type: ignore[typeddict-item]
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        super().connection_lost(exc)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals to the program: it knows what has to end first."""
+        yield
+
+
+class HttpServer:
+    """uvicorn on one socket, started and stopped by its owner."""
+
+    def __init__(self, app: Asgi, listener: socket.socket) -> None:
+        self._listener = listener
+        config = uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_WITHIN_S,
+        )
+        self._server = _Server(config)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port, *_ = self._listener.getsockname()
+        return host, port
+
+    async def serve(self) -> None:
+        """Accept connections until `stop` is called; then wait for the running requests, but not for long."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """End streams and long polls first: what is open is waited for."""
+        self._server.should_exit = True

@@ -1,0 +1,148 @@
+"""One posted request and its response: JSON where only the answer is sent, an event stream where more is.
+
+The handler runs in the task of its HTTP request. Nothing else is started for a request that is answered quickly:
+only one that takes longer is watched for its client's leaving, and only one that notifies gets a writer.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, Final
+
+from oubliette.server.endpoints.mcp import frames
+from oubliette.server.endpoints.mcp.contract import REQUEST_CANCELLED, SERVER_ERROR
+from oubliette.server.endpoints.mcp.stream import RawHeaders, Send, Stream
+from oubliette.server.tokens.token import Actor
+from oubliette.wire.jsonrpc import Id
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Answer = tuple[int, bytes]  # the HTTP status where it is sent as JSON, and the message
+
+WATCH_AFTER_S: Final = 0.05
+# A request that is silent for so long answers as a stream, so that heartbeats can keep its connection.
+COMMIT_AFTER_S: Final = 15.0
+
+_JSON: Final = (b"content-type", b"application/json")
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: RawHeaders = ()) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [_JSON, (b"content-length", b"%d" % len(body)), *headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_empty(send: Send, status: int, headers: RawHeaders = ()) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0"), *headers]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Exchange:
+    def __init__(
+        self,
+        *,
+        actor: Actor,
+        request_id: Id,
+        receive: Receive,
+        send: Send,
+        tasks: asyncio.TaskGroup,
+        abort: Callable[[], None] | None,
+        opened: Callable[["Exchange", Stream], None],
+        leaving_cancels: bool,
+    ) -> None:
+        self.actor = actor
+        self.request_id = request_id
+        self._receive = receive
+        self._send = send
+        self._tasks = tasks
+        self._abort = abort
+        self._opened = opened
+        self._leaving_cancels = leaving_cancels
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled: bytes | None = None  # the answer of a request that was cancelled
+        self._stream: Stream | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._watched = False
+        self._gone = False
+
+    async def run(self, work: Coroutine[Any, Any, Answer]) -> None:
+        """Run the handler to its answer and send that; the handler's own errors are answers already."""
+        self._task = asyncio.current_task()
+        timer = self._loop.call_later(WATCH_AFTER_S, self._watch)
+        try:
+            status, answer = await work
+        except asyncio.CancelledError:
+            if self._cancelled is None:
+                raise
+            status, answer = 200, self._cancelled
+        finally:
+            timer.cancel()
+            task, self._task = self._task, None
+        if self._cancelled is not None:
+            if task is not None:
+                task.uncancel()
+            answer = self._cancelled
+        if self._gone and self._stream is None:
+            return
+        if self._stream is None and self._cancelled is None:
+            await send_json(self._send, status, answer)
+            return
+        # Some clients fail on a JSON answer to a request that they have cancelled; an event they ignore.
+        self.stream().finish(frames.event(answer))
+        if self._writer is not None:
+            await self._writer
+
+    def stream(self, *, tag: dict[str, Any] | None = None, last: bytes | None = None) -> Stream:
+        """This request's own stream, opened at the first use."""
+        if self._stream is None:
+            self._stream = Stream(farewell=self._farewell, abort=self._abort, tag=tag, last=last)
+            if self._gone:
+                self._stream.lost()
+            else:
+                self._opened(self, self._stream)
+                self._writer = self._tasks.create_task(self._stream.write(self._send))
+                self._watch()
+        return self._stream
+
+    def cancel(self, code: int = REQUEST_CANCELLED, message: str = "request cancelled") -> None:
+        """Stop the handler; the answer then is this error."""
+        if self._task is not None and self._cancelled is None:
+            self._cancelled = frames.failure(self.request_id, code, message)
+            self._task.cancel()
+
+    def _farewell(self, reason: str) -> bytes:
+        """The last frame where the client reads too slowly."""
+        return frames.event(frames.failure(self.request_id, SERVER_ERROR, reason))
+
+    def _watch(self) -> None:
+        if not self._watched and self._task is not None:
+            self._watched = True
+            self._tasks.create_task(self._await_leaving())
+
+    async def _await_leaving(self) -> None:
+        commit = self._loop.call_later(COMMIT_AFTER_S, self._commit)
+        try:
+            await until_gone(self._receive)
+        finally:
+            commit.cancel()
+        if self._task is None and self._stream is None:
+            return
+        self._gone = True
+        if self._stream is not None:
+            self._stream.lost()
+        if self._leaving_cancels:
+            self.cancel()
+
+    def _commit(self) -> None:
+        if self._task is not None:
+            self.stream()

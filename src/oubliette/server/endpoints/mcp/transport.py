@@ -1,0 +1,548 @@
+"""MCP over Streamable HTTP: one ASGI callable for both eras.
+
+A request passes the door (`Host`, `Origin`, methods, sizes), then its bearer is asked for, then its body is read and
+its era told. From there legacy and modern share one table of methods; they differ in what a request must carry, in
+how errors are dressed, and in what a client's leaving means.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import msgspec
+
+from oubliette.server.endpoints.mcp import frames, posted
+from oubliette.server.endpoints.mcp.context import OpenStream, RequestContext
+from oubliette.server.endpoints.mcp.contract import (
+    HEADER_MISMATCH,
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    LEGACY_RESOURCE_NOT_FOUND,
+    LEVELS,
+    METHOD_NOT_FOUND,
+    MISSING_CAPABILITY,
+    PARSE_ERROR,
+    SERVER_ERROR,
+    SESSION_NOT_FOUND,
+    UNSUPPORTED_VERSION,
+    Filter,
+    Freshness,
+    ResourceNotFound,
+    RpcError,
+    Served,
+    ToolResult,
+)
+from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, send_empty, send_json, until_gone
+from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, bearer, is_json, mirror_problem
+from oubliette.server.endpoints.mcp.posted import SERVER_KEY, SUBSCRIPTION_KEY, Params, Posted, Refused
+from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
+from oubliette.server.endpoints.mcp.stream import HEADERS, Send, Stream
+from oubliette.server.endpoints.mcp.streams import Streams
+from oubliette.server.endpoints.mcp.versions import MODERN, SUPPORTED, Era, negotiated
+from oubliette.server.errors import Forbidden, TooMany, Unauthenticated
+from oubliette.server.limits import HTTP_BODY_BYTES, STREAMS_PER_PRINCIPAL
+from oubliette.server.tokens.token import Actor
+from oubliette.wire.jsonrpc import Id
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Call = Callable[[RequestContext, Params], Awaitable[object]]
+
+BODY_WAIT_S: Final = 30.0
+# Requests of one principal that run at the same time; long polls and watches are among them.
+REQUESTS_PER_PRINCIPAL: Final = 1024
+_STOPPING: Final = "the server is stopping: try again"
+
+# How a JSON-RPC error is dressed for a modern client; what is not here is 200.
+_STATUS: Final = {
+    PARSE_ERROR: 400,
+    INVALID_REQUEST: 400,
+    INVALID_PARAMS: 400,
+    HEADER_MISMATCH: 400,
+    MISSING_CAPABILITY: 400,
+    UNSUPPORTED_VERSION: 400,
+    METHOD_NOT_FOUND: 404,
+}
+_CACHEABLE: Final = frozenset(
+    {
+        "server/discover",
+        "tools/list",
+        "prompts/list",
+        "resources/list",
+        "resources/templates/list",
+        "resources/read",
+    }
+)
+_ALLOW: Final = {Era.LEGACY: (b"allow", b"GET, POST, DELETE"), Era.MODERN: (b"allow", b"POST")}
+_CHALLENGE: Final = (b"www-authenticate", b"Bearer")
+
+
+class McpEndpoint:
+    """Serve `/mcp`. Enter it before the first request; leaving it ends every stream and every running request."""
+
+    def __init__(
+        self,
+        served: Served,
+        sessions: McpSessions,
+        *,
+        doors: Doors | None = None,
+        body_bytes: int = HTTP_BODY_BYTES,
+        streams_per_principal: int = STREAMS_PER_PRINCIPAL,
+    ) -> None:
+        self._served = served
+        self._sessions = sessions
+        self._doors = doors or Doors()
+        self._body_bytes = body_bytes
+        self._tasks = asyncio.TaskGroup()
+        self._streams = Streams(served, sessions, per_principal=streams_per_principal)
+        self._running: set[Exchange] = set()
+        self._cancellable: dict[tuple[str, Id], Exchange] = {}
+        self._load: Counter[str] = Counter()
+        self._stopping = False
+        self._methods = {Era.LEGACY: self._legacy_methods(), Era.MODERN: self._modern_methods()}
+        server_info = b'"_meta":{%b:%b}' % (frames.encode(SERVER_KEY), frames.encode(served.info))
+        self._complete = (b'"resultType":"complete"', server_info)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._ticking = self._tasks.create_task(self._streams.keep())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self._ticking.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    def close(self) -> None:
+        """End streams and requests, and take no new ones: before the HTTP server waits for its connections."""
+        self._stopping = True
+        self._streams.close()
+        for exchange in list(self._running):
+            exchange.cancel(SERVER_ERROR, _STOPPING)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._serve(scope, receive, send)
+        except Refused as refused:
+            body = frames.failure(refused.request_id, refused.code, refused.message, refused.data)
+            await send_json(send, refused.status, body, refused.headers)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope["headers"])
+        self._check_door(headers)
+        method: str = scope["method"]
+        if method == "POST":
+            actor = await self._authenticated(headers)
+            await self._post(actor, headers, scope, receive, send)
+        elif headers.version is not None and headers.version.strip() == MODERN.encode():
+            raise Refused(405, INVALID_REQUEST, f"{MODERN} knows only POST here", headers=(_ALLOW[Era.MODERN],))
+        elif method == "GET":
+            await self._get(await self._authenticated(headers), headers, scope, receive, send)
+        elif method == "DELETE":
+            session = await self._session(await self._authenticated(headers), headers)
+            await self._sessions.end(session)
+            await self._streams.session_ended(session.id)
+            await send_empty(send, 200)
+        else:
+            raise Refused(405, INVALID_REQUEST, f"no {method} here", headers=(_ALLOW[Era.LEGACY],))
+
+    # The door.
+
+    def _check_door(self, headers: Headers) -> None:
+        if self._stopping:
+            raise Refused(503, SERVER_ERROR, _STOPPING, headers=((b"retry-after", b"1"),))
+        if headers.repeated is not None:
+            raise Refused(400, INVALID_REQUEST, f"{headers.repeated} appears more than once")
+        if not self._doors.admits_host(headers.host):
+            raise Refused(421, INVALID_REQUEST, "this Host is not served here: see the setting `allowed_hosts`")
+        if not self._doors.admits_origin(headers.origin):
+            raise Refused(403, INVALID_REQUEST, "this Origin may not call: see the setting `allowed_origins`")
+
+    async def _authenticated(self, headers: Headers) -> Actor:
+        try:
+            return await self._served.authenticate(bearer(headers.authorization))
+        except Unauthenticated as error:
+            # No `resource_metadata`: it would send clients to an authorization server, and there is none.
+            raise Refused(401, SERVER_ERROR, error.message, headers=(_CHALLENGE,)) from None
+        except Forbidden as error:
+            challenge = (_CHALLENGE[0], b'Bearer error="insufficient_scope"')
+            raise Refused(403, SERVER_ERROR, error.message, headers=(challenge,)) from None
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body. Raises `Refused` where it is too large, too slow, or cut off."""
+        if not is_json(headers.content_type):
+            raise Refused(415, INVALID_REQUEST, "the content type is not application/json in UTF-8")
+        if headers.content_encoding not in (None, b"identity"):
+            raise Refused(415, INVALID_REQUEST, "encoded bodies are not read")
+        declared = headers.content_length
+        if declared is not None and (not declared.isdigit() or int(declared) > self._body_bytes):
+            raise self._too_large()
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            body = cast("bytes", message.get("body", b""))
+            if len(body) > self._body_bytes:
+                raise self._too_large()
+            return body
+        try:
+            async with asyncio.timeout(BODY_WAIT_S):
+                return await self._rest(message, receive)
+        except TimeoutError:
+            raise Refused(408, INVALID_REQUEST, f"the body took longer than {BODY_WAIT_S:.0f} s") from None
+
+    async def _rest(self, message: MutableMapping[str, Any], receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            if message["type"] != "http.request":
+                raise Refused(400, PARSE_ERROR, "the body was cut off")
+            body += message.get("body", b"")
+            if len(body) > self._body_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return bytes(body)
+            message = await receive()
+
+    def _too_large(self) -> Refused:
+        return Refused(413, INVALID_REQUEST, f"the body is over {self._body_bytes} bytes")
+
+    async def _session(self, actor: Actor, headers: Headers) -> McpSession:
+        if headers.session is None:
+            raise Refused(400, INVALID_REQUEST, "mcp-session-id is missing: begin with `initialize`")
+        session = await self._sessions.find(headers.session.decode("latin-1"), actor.principal)
+        if session is None:
+            raise Refused(404, SESSION_NOT_FOUND, "session not found: begin again with `initialize`")
+        return session
+
+    # POST.
+
+    async def _post(self, actor: Actor, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        json, events = accepts(headers.accept)
+        if not (json and events):
+            raise Refused(406, INVALID_REQUEST, "accept must allow application/json and text/event-stream")
+        message = posted.read(await self._body(headers, receive))
+        if posted.era(message, headers) is Era.MODERN:
+            if not message.is_request:
+                await send_empty(send, 202)  # this era has none that a server could act on
+                return
+            posted.check_modern(message, headers)
+            session = None
+        elif message.method == "initialize" and message.is_request:
+            await self._initialize(actor, message, send)
+            return
+        else:
+            session = await self._session(actor, headers)
+            if not message.is_request:
+                await self._told(session, message)
+                await send_empty(send, 202)
+                return
+        if self._load[actor.principal] >= REQUESTS_PER_PRINCIPAL:
+            raise Refused(
+                503, SERVER_ERROR, f"{REQUESTS_PER_PRINCIPAL} requests of this key are running", None, message.id
+            )
+        await self._exchange(actor, session, message, headers, scope, receive, send)
+
+    async def _exchange(
+        self,
+        actor: Actor,
+        session: McpSession | None,
+        message: Posted,
+        headers: Headers,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        assert message.id is not None
+        exchange = Exchange(
+            actor=actor,
+            request_id=message.id,
+            receive=receive,
+            send=send,
+            tasks=self._tasks,
+            abort=_abort(scope),
+            opened=self._streams.add_request,
+            leaving_cancels=session is None,
+        )
+        context = RequestContext(actor, message, exchange, session)
+        key = None if session is None else (session.id, message.id)
+        self._load[actor.principal] += 1
+        self._running.add(exchange)
+        if key is not None:
+            self._cancellable[key] = exchange
+        try:
+            await exchange.run(self._answer(context, message, headers))
+        finally:
+            self._running.discard(exchange)
+            self._streams.remove_request(exchange)
+            if key is not None and self._cancellable.get(key) is exchange:
+                del self._cancellable[key]
+            self._load[actor.principal] -= 1
+            if not self._load[actor.principal]:
+                del self._load[actor.principal]
+
+    async def _answer(self, context: RequestContext, message: Posted, headers: Headers) -> Answer:
+        """Run the method; whatever it raises becomes an answer here, once."""
+        method = cast("str", message.method)
+        request_id = cast("Id", message.id)
+        modern = context.era is Era.MODERN
+        try:
+            call = self._methods[context.era].get(method)
+            if call is None:
+                raise RpcError(METHOD_NOT_FOUND, f"no method {method[:100]!r}")
+            if method == "tools/call" and modern:
+                self._check_mirrors(message.params, headers)
+            value = await call(context, message.params)
+            encoded = frames.encode(value)
+            if modern:
+                encoded = self._dressed(method, value, encoded)
+            return 200, frames.result(request_id, encoded)
+        except RpcError as error:
+            code = error.code
+            if isinstance(error, ResourceNotFound) and not modern:
+                code = LEGACY_RESOURCE_NOT_FOUND
+            status = _STATUS.get(code, 200) if modern else 200
+            return status, frames.failure(request_id, code, error.message, error.data)
+        except Exception:
+            logger.exception("the method %s failed", method[:100])
+            return 200, frames.failure(request_id, INTERNAL_ERROR, "internal error")
+
+    def _dressed(self, method: str, value: object, encoded: bytes) -> bytes:
+        """A result with what the modern era wants in it."""
+        kind, server = self._complete
+        members: list[bytes] = []
+        if isinstance(value, dict):
+            known = cast("dict[str, Any]", value)
+            members = [member for name, member in (("resultType", kind), ("_meta", server)) if name not in known]
+        elif isinstance(value, ToolResult) and value.meta is not msgspec.UNSET:
+            members = [kind]
+        else:
+            members = [kind, server]
+        if method in _CACHEABLE:
+            fresh = self._served.freshness.get(method, Freshness())
+            members.append(b'"ttlMs":%d,"cacheScope":"%b"' % (fresh.ttl_ms, fresh.scope.encode()))
+        return frames.with_members(encoded, members)
+
+    def _check_mirrors(self, params: Params, headers: Headers) -> None:
+        if not isinstance(params.name, str):
+            return
+        rules = self._served.mirrored(params.name)
+        if rules:
+            arguments = cast("Mapping[str, Any]", params.arguments if isinstance(params.arguments, dict) else {})
+            problem = mirror_problem(rules, arguments, headers.raw)
+            if problem is not None:
+                raise RpcError(HEADER_MISMATCH, problem)
+
+    # Legacy sessions.
+
+    async def _initialize(self, actor: Actor, message: Posted, send: Send) -> None:
+        params, request_id = message.params, message.id
+        if not isinstance(params.protocolVersion, str):
+            raise Refused(400, INVALID_PARAMS, "`protocolVersion` is not a string", request_id=request_id)
+        for name in ("capabilities", "clientInfo"):
+            value: Any = getattr(params, name)
+            if value is not msgspec.UNSET and not isinstance(value, dict):
+                raise Refused(400, INVALID_PARAMS, f"`{name}` is not an object", request_id=request_id)
+        version = negotiated(params.protocolVersion)
+        try:
+            session = await self._sessions.open(actor, version, params.capabilities, params.clientInfo)
+        except TooMany as error:
+            retry = (b"retry-after", b"60")
+            raise Refused(503, SERVER_ERROR, error.message, None, request_id, (retry,)) from None
+        result: dict[str, object] = {
+            "protocolVersion": version,
+            "capabilities": self._served.capabilities(Era.LEGACY),
+            "serverInfo": self._served.info,
+        }
+        if self._served.instructions is not None:
+            result["instructions"] = self._served.instructions
+        body = frames.result(cast("Id", request_id), frames.encode(result))
+        await send_json(send, 200, body, ((b"mcp-session-id", session.id.encode()),))
+
+    async def _told(self, session: McpSession, message: Posted) -> None:
+        """Take a notification of a legacy client, or its answer to a ping."""
+        if message.method is None:
+            if not self._streams.answered(session.id, cast("Id", message.id)):
+                await self._sessions.touch([session.id])  # another server may have asked
+        elif message.method == "notifications/initialized":
+            await self._sessions.initialized(session)
+        elif message.method == "notifications/cancelled":
+            request_id: Any = message.params.requestId
+            if isinstance(request_id, str | int):
+                exchange = self._cancellable.get((session.id, request_id))
+                if exchange is not None:
+                    exchange.cancel()
+
+    async def _get(self, actor: Actor, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        _, events = accepts(headers.accept)
+        if not events:
+            raise Refused(406, INVALID_REQUEST, "accept must allow text/event-stream")
+        session = await self._session(actor, headers)
+        if self._streams.is_full(actor.principal, session.id):
+            raise Refused(503, SERVER_ERROR, "too many streams of this key are open")
+        stream = Stream(first=frames.RETRY, farewell=_slow, abort=_abort(scope))
+        opened = OpenStream(actor, session, stream)
+        watch = self._tasks.create_task(_watched(receive, stream))
+        self._streams.add_session(opened)
+        try:
+            await self._served.stream_opened(opened)
+            await stream.write(send, (*HEADERS, (b"mcp-session-id", session.id.encode())))
+        finally:
+            stream.lost()
+            self._streams.remove_session(opened)
+            watch.cancel()
+
+    # Methods.
+
+    def _shared_methods(self, era: Era) -> dict[str, Call]:
+        offered = self._served.capabilities(era)
+        methods: dict[str, Call] = {}
+        if "tools" in offered:
+            methods |= {"tools/list": self._list_tools, "tools/call": self._call_tool}
+        if "resources" in offered:
+            methods |= {
+                "resources/list": self._list_resources,
+                "resources/templates/list": self._list_templates,
+                "resources/read": self._read_resource,
+            }
+        return methods | {name: _beyond(method) for name, method in self._served.methods.items()}
+
+    def _legacy_methods(self) -> dict[str, Call]:
+        methods = self._shared_methods(Era.LEGACY) | {"ping": _ping}
+        offered = self._served.capabilities(Era.LEGACY)
+        if "logging" in offered:
+            methods["logging/setLevel"] = self._set_level
+        if offered.get("resources", {}).get("subscribe"):
+            methods |= {"resources/subscribe": self._subscribe, "resources/unsubscribe": self._unsubscribe}
+        return methods
+
+    def _modern_methods(self) -> dict[str, Call]:
+        methods = self._shared_methods(Era.MODERN)
+        return methods | {"server/discover": self._discover, "subscriptions/listen": self._listen}
+
+    async def _discover(self, context: RequestContext, params: Params) -> object:
+        result: dict[str, object] = {
+            "supportedVersions": SUPPORTED,
+            "capabilities": self._served.capabilities(Era.MODERN),
+        }
+        if self._served.instructions is not None:
+            result["instructions"] = self._served.instructions
+        return result
+
+    async def _list_tools(self, context: RequestContext, params: Params) -> object:
+        _check_cursor(params)
+        return {"tools": await self._served.list_tools(context)}
+
+    async def _call_tool(self, context: RequestContext, params: Params) -> object:
+        name = _text(params.name, "name")
+        return await self._served.call_tool(context, name, _arguments(params.arguments))
+
+    async def _list_resources(self, context: RequestContext, params: Params) -> object:
+        _check_cursor(params)
+        return {"resources": await self._served.list_resources(context)}
+
+    async def _list_templates(self, context: RequestContext, params: Params) -> object:
+        _check_cursor(params)
+        return {"resourceTemplates": await self._served.list_resource_templates(context)}
+
+    async def _read_resource(self, context: RequestContext, params: Params) -> object:
+        return {"contents": await self._served.read_resource(context, _text(params.uri, "uri"))}
+
+    async def _set_level(self, context: RequestContext, params: Params) -> object:
+        if params.level not in LEVELS:
+            raise RpcError(INVALID_PARAMS, f"`level` is none of {', '.join(LEVELS)}")
+        assert context.session is not None
+        self._streams.session_changed(await self._sessions.set_level(context.session, params.level))
+        return {}
+
+    async def _subscribe(self, context: RequestContext, params: Params) -> object:
+        uri, session = _text(params.uri, "uri"), context.session
+        assert session is not None
+        await self._served.subscribe(context, uri)
+        if uri not in session.subscriptions:
+            if len(session.subscriptions) >= SUBSCRIPTIONS_MAX:
+                raise RpcError(SERVER_ERROR, f"a session subscribes to at most {SUBSCRIPTIONS_MAX} resources")
+            changed = await self._sessions.set_subscriptions(session, (*session.subscriptions, uri))
+            self._streams.session_changed(changed)
+        return {}
+
+    async def _unsubscribe(self, context: RequestContext, params: Params) -> object:
+        uri, session = _text(params.uri, "uri"), context.session
+        assert session is not None
+        if uri in session.subscriptions:
+            left = tuple(each for each in session.subscriptions if each != uri)
+            self._streams.session_changed(await self._sessions.set_subscriptions(session, left))
+        return {}
+
+    async def _listen(self, context: RequestContext, params: Params) -> object:
+        """Hold a modern client's stream of notifications until one side ends it."""
+        try:
+            wanted = msgspec.convert(params.notifications, Filter)
+        except msgspec.ValidationError as error:
+            raise RpcError(INVALID_PARAMS, f"`notifications`: {error}") from None
+        if len(wanted.resourceSubscriptions) > SUBSCRIPTIONS_MAX:
+            raise RpcError(INVALID_PARAMS, f"a stream subscribes to at most {SUBSCRIPTIONS_MAX} resources")
+        if self._streams.is_full(context.actor.principal, None):
+            raise RpcError(SERVER_ERROR, "too many streams of this key are open")
+        honoured = await self._served.admit(context, wanted)
+        tag = {SUBSCRIPTION_KEY: context.request_id}
+        ended = frames.encode({"resultType": "complete", "_meta": tag})
+        stream = context.exchange.stream(tag=tag, last=frames.event(frames.result(context.request_id, ended)))
+        stream.announce("notifications/subscriptions/acknowledged", {"notifications": msgspec.to_builtins(honoured)})
+        closed = asyncio.Event()
+        stream.on_close(closed.set)
+        self._served.listen(context, honoured, stream)
+        await closed.wait()
+        return {}
+
+
+SUBSCRIPTIONS_MAX: Final = 256
+
+
+def _beyond(method: Callable[[RequestContext], Awaitable[object]]) -> Call:
+    async def call(context: RequestContext, params: Params) -> object:
+        return await method(context)
+
+    return call
+
+
+async def _ping(context: RequestContext, params: Params) -> object:
+    return {}
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise RpcError(INVALID_PARAMS, f"`{name}` is not a string")
+    return value
+
+
+def _arguments(value: object) -> dict[str, Any]:
+    if value is msgspec.UNSET or value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RpcError(INVALID_PARAMS, "`arguments` is not an object")
+    return cast("dict[str, Any]", value)
+
+
+def _check_cursor(params: Params) -> None:
+    if params.cursor is not msgspec.UNSET and params.cursor is not None:
+        raise RpcError(INVALID_PARAMS, "`cursor` is none of ours: lists come whole")
+
+
+def _abort(scope: Scope) -> Callable[[], None] | None:
+    return scope.get("extensions", {}).get("oubliette.abort")
+
+
+def _slow(reason: str) -> bytes:
+    """The last frame of a standing stream that is read too slowly."""
+    data = {"type": "warning", "kind": "slow_reader", "message": reason}
+    return frames.event(frames.notification("notifications/message", {"level": "warning", "data": data}))
+
+
+async def _watched(receive: Receive, stream: Stream) -> None:
+    await until_gone(receive)
+    stream.lost()
