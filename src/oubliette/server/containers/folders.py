@@ -1,0 +1,103 @@
+"""What a box leaves on this host's disk: one folder, and in it a note of who it is.
+
+HOME/boxes/<number>/box.json     the note: whose box, and its processes
+                    mcp/         the door; the box sees it as /mcp, read-only
+                    home/        the box's private home
+                    keeper.log   what the keeper said before it died, as a rule nothing
+HOME/projects/<project>/workspaces/<workspace>/   outlives its boxes
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from oubliette.server.errors import BoxFailed
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    box_id: str
+    installation: str
+    session_id: str
+    project_id: str
+    workspace_id: str
+    handle: dict[str, str] = {}
+
+
+class Folder:
+    """The folder of one box."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.door = path / "mcp"
+        self.home = path / "home"
+        self.log = path / "keeper.log"
+        self._note = path / "box.json"
+
+    def make(self) -> None:
+        for path in (self.path, self.door, self.home):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, note: Note) -> None:
+        beside = self._note.with_suffix(".new")
+        beside.write_bytes(msgspec.json.encode(note))
+        beside.rename(self._note)
+
+    def read(self) -> Note | None:
+        try:
+            return msgspec.json.decode(self._note.read_bytes(), type=Note)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def last_words(self) -> str:
+        """The end of what was said on the keeper's standard error."""
+        try:
+            return self.log.read_bytes()[-2000:].decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+
+    def remove(self) -> None:
+        """Remove it whole, whatever modes the droid gave to what it left."""
+        if not self.path.exists():
+            return
+        try:
+            shutil.rmtree(self.path)
+        except OSError:
+            for folder, _, _ in os.walk(self.path):
+                with contextlib.suppress(OSError):
+                    Path(folder).chmod(0o700)
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Folders:
+    """All boxes' folders and workspaces below one home."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._boxes = home / "boxes"
+
+    def of(self, box_id: str) -> Folder:
+        return Folder(self._boxes / _plain(box_id.removeprefix("box_")))
+
+    def workspace(self, project_id: str, workspace_id: str) -> Path:
+        return self.home / "projects" / _plain(project_id) / "workspaces" / _plain(workspace_id)
+
+    def all(self) -> Iterator[tuple[str, Folder]]:
+        """Each folder there is, by the box it is of."""
+        with contextlib.suppress(FileNotFoundError):
+            for entry in sorted(self._boxes.iterdir()):
+                if _NAME.match(entry.name) and entry.is_dir():
+                    yield f"box_{entry.name}", Folder(entry)
+
+
+def _plain(name: str) -> str:
+    """A name that becomes part of a path."""
+    if not _NAME.match(name):
+        raise BoxFailed("an id that cannot be the name of a folder")
+    return name

@@ -1,0 +1,50 @@
+"""The one file that boxes run: client, keeper and droid, packed.
+
+Its name tells its content, so that a box started before an upgrade keeps the program that it began with, and its
+bytes depend on nothing but the sources: no times, no order of files.
+"""
+
+import hashlib
+import io
+import os
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_PACKAGE = "oubliette.inside"
+
+
+def pack(folder: Path) -> Path:
+    """The packed program in this folder, made if it is not there yet; read-only."""
+    content = _archive(_sources())
+    path = folder / f"oubliette-{hashlib.sha256(content).hexdigest()[:16]}.pyz"
+    if path.exists() and path.read_bytes() == content:
+        return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = folder / f".{path.name}.{os.getpid()}"
+    beside.unlink(missing_ok=True)
+    beside.write_bytes(content)
+    beside.chmod(0o444)
+    beside.rename(path)
+    return path
+
+
+def _sources() -> dict[str, bytes]:
+    files = {"oubliette/__init__.py": b""}
+    for source in resources.files(_PACKAGE).iterdir():
+        if source.name.endswith(".py"):
+            files[f"oubliette/inside/{source.name}"] = source.read_bytes()
+    files["__main__.py"] = files["oubliette/inside/__main__.py"]
+    return files
+
+
+def _archive(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in sorted(files.items()):
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.external_attr = 0o100444 << 16
+            entry.create_system = 3
+            archive.writestr(entry, content)
+    return buffer.getvalue()
