@@ -111,6 +111,18 @@ def test_the_environment_of_the_tests_is_enough_for_the_program_and_not_the_othe
     assert checkout.asked() == []
 
 
+def test_going_back_to_an_older_lock_is_a_change_too(checkout: Checkout):
+    lock = checkout.path / "requirements.lock"
+    before = lock.read_text()
+    checkout.run("test")
+    lock.write_text(before + "\n")
+    checkout.run("up")
+    lock.write_text(before)
+    checkout.asked()
+    checkout.run("test")
+    assert checkout.asked() == MADE[1:]
+
+
 def test_an_environment_that_failed_is_tried_again(checkout: Checkout):
     broken = checkout.notes.with_name("notes.broken")
     broken.touch()
