@@ -65,6 +65,10 @@ _FIRST = (
     """CREATE TABLE process_input (
         process_id TEXT NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL,
         PRIMARY KEY (process_id, start)) WITHOUT ROWID""",
+    # A droid's output that is stored and not whole yet: a line longer than the keeper holds, a growing message.
+    """CREATE TABLE process_pieces (
+        process_id TEXT NOT NULL, kind TEXT NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL,
+        PRIMARY KEY (process_id, kind, start)) WITHOUT ROWID""",
     # A legacy MCP session: any server, before or after a restart, accepts its requests.
     """CREATE TABLE mcp_sessions (
         id TEXT PRIMARY KEY, principal TEXT NOT NULL, token_id TEXT, version TEXT NOT NULL,
