@@ -91,7 +91,7 @@ class ConfigTool(_Params):
     name: str
     box_name: str
     description: str = ""
-    inputSchema: dict[str, Any] = {"type": "object"}
+    inputSchema: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "object"})
     annotations: dict[str, Any] | None = None
     title: str | None = None
     timeout_s: float | None = None
