@@ -8,7 +8,7 @@ how errors are dressed, and in what a client's leaving means.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
@@ -22,14 +22,12 @@ from oubliette.server.endpoints.mcp.contract import (
     INVALID_PARAMS,
     INVALID_REQUEST,
     LEGACY_RESOURCE_NOT_FOUND,
-    LEVELS,
     METHOD_NOT_FOUND,
     MISSING_CAPABILITY,
     PARSE_ERROR,
     SERVER_ERROR,
     SESSION_NOT_FOUND,
     UNSUPPORTED_VERSION,
-    Filter,
     Freshness,
     ResourceNotFound,
     RpcError,
@@ -38,11 +36,12 @@ from oubliette.server.endpoints.mcp.contract import (
 )
 from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, send_empty, send_json, until_gone
 from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, bearer, is_json, mirror_problem
-from oubliette.server.endpoints.mcp.posted import SERVER_KEY, SUBSCRIPTION_KEY, Params, Posted, Refused
+from oubliette.server.endpoints.mcp.methods import Methods, arguments_of
+from oubliette.server.endpoints.mcp.posted import SERVER_KEY, Params, Posted, Refused
 from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
 from oubliette.server.endpoints.mcp.stream import HEADERS, Send, Stream
 from oubliette.server.endpoints.mcp.streams import Streams
-from oubliette.server.endpoints.mcp.versions import MODERN, SUPPORTED, Era, negotiated
+from oubliette.server.endpoints.mcp.versions import MODERN, Era, negotiated
 from oubliette.server.errors import Forbidden, TooMany, Unauthenticated
 from oubliette.server.limits import HTTP_BODY_BYTES, STREAMS_PER_PRINCIPAL
 from oubliette.server.tokens.token import Actor
@@ -51,7 +50,6 @@ from oubliette.wire.jsonrpc import Id
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Call = Callable[[RequestContext, Params], Awaitable[object]]
 
 BODY_WAIT_S: Final = 30.0
 # Requests of one principal that run at the same time; long polls and watches are among them.
@@ -104,7 +102,7 @@ class McpEndpoint:
         self._cancellable: dict[tuple[str, Id], Exchange] = {}
         self._load: Counter[str] = Counter()
         self._stopping = False
-        self._methods = {Era.LEGACY: self._legacy_methods(), Era.MODERN: self._modern_methods()}
+        self._methods = Methods(served, sessions, self._streams).of
         server_info = b'"_meta":{%b:%b}' % (frames.encode(SERVER_KEY), frames.encode(served.info))
         self._complete = (b'"resultType":"complete"', server_info)
 
@@ -332,8 +330,7 @@ class McpEndpoint:
             return
         rules = self._served.mirrored(params.name)
         if rules:
-            arguments = cast("Mapping[str, Any]", params.arguments if isinstance(params.arguments, dict) else {})
-            problem = mirror_problem(rules, arguments, headers.raw)
+            problem = mirror_problem(rules, arguments_of(params.arguments), headers.raw)
             if problem is not None:
                 raise RpcError(HEADER_MISMATCH, problem)
 
@@ -395,142 +392,6 @@ class McpEndpoint:
             stream.lost()
             self._streams.remove_session(opened)
             watch.cancel()
-
-    # Methods.
-
-    def _shared_methods(self, era: Era) -> dict[str, Call]:
-        offered = self._served.capabilities(era)
-        methods: dict[str, Call] = {}
-        if "tools" in offered:
-            methods |= {"tools/list": self._list_tools, "tools/call": self._call_tool}
-        if "resources" in offered:
-            methods |= {
-                "resources/list": self._list_resources,
-                "resources/templates/list": self._list_templates,
-                "resources/read": self._read_resource,
-            }
-        return methods | {name: _beyond(method) for name, method in self._served.methods.items()}
-
-    def _legacy_methods(self) -> dict[str, Call]:
-        methods = self._shared_methods(Era.LEGACY) | {"ping": _ping}
-        offered = self._served.capabilities(Era.LEGACY)
-        if "logging" in offered:
-            methods["logging/setLevel"] = self._set_level
-        if offered.get("resources", {}).get("subscribe"):
-            methods |= {"resources/subscribe": self._subscribe, "resources/unsubscribe": self._unsubscribe}
-        return methods
-
-    def _modern_methods(self) -> dict[str, Call]:
-        methods = self._shared_methods(Era.MODERN)
-        return methods | {"server/discover": self._discover, "subscriptions/listen": self._listen}
-
-    async def _discover(self, context: RequestContext, params: Params) -> object:
-        result: dict[str, object] = {
-            "supportedVersions": SUPPORTED,
-            "capabilities": self._served.capabilities(Era.MODERN),
-        }
-        if self._served.instructions is not None:
-            result["instructions"] = self._served.instructions
-        return result
-
-    async def _list_tools(self, context: RequestContext, params: Params) -> object:
-        _check_cursor(params)
-        return {"tools": await self._served.list_tools(context)}
-
-    async def _call_tool(self, context: RequestContext, params: Params) -> object:
-        name = _text(params.name, "name")
-        return await self._served.call_tool(context, name, _arguments(params.arguments))
-
-    async def _list_resources(self, context: RequestContext, params: Params) -> object:
-        _check_cursor(params)
-        return {"resources": await self._served.list_resources(context)}
-
-    async def _list_templates(self, context: RequestContext, params: Params) -> object:
-        _check_cursor(params)
-        return {"resourceTemplates": await self._served.list_resource_templates(context)}
-
-    async def _read_resource(self, context: RequestContext, params: Params) -> object:
-        return {"contents": await self._served.read_resource(context, _text(params.uri, "uri"))}
-
-    async def _set_level(self, context: RequestContext, params: Params) -> object:
-        if params.level not in LEVELS:
-            raise RpcError(INVALID_PARAMS, f"`level` is none of {', '.join(LEVELS)}")
-        assert context.session is not None
-        self._streams.session_changed(await self._sessions.set_level(context.session, params.level))
-        return {}
-
-    async def _subscribe(self, context: RequestContext, params: Params) -> object:
-        uri, session = _text(params.uri, "uri"), context.session
-        assert session is not None
-        await self._served.subscribe(context, uri)
-        if uri not in session.subscriptions:
-            if len(session.subscriptions) >= SUBSCRIPTIONS_MAX:
-                raise RpcError(SERVER_ERROR, f"a session subscribes to at most {SUBSCRIPTIONS_MAX} resources")
-            changed = await self._sessions.set_subscriptions(session, (*session.subscriptions, uri))
-            self._streams.session_changed(changed)
-        return {}
-
-    async def _unsubscribe(self, context: RequestContext, params: Params) -> object:
-        uri, session = _text(params.uri, "uri"), context.session
-        assert session is not None
-        if uri in session.subscriptions:
-            left = tuple(each for each in session.subscriptions if each != uri)
-            self._streams.session_changed(await self._sessions.set_subscriptions(session, left))
-        return {}
-
-    async def _listen(self, context: RequestContext, params: Params) -> object:
-        """Hold a modern client's stream of notifications until one side ends it."""
-        try:
-            wanted = msgspec.convert(params.notifications, Filter)
-        except msgspec.ValidationError as error:
-            raise RpcError(INVALID_PARAMS, f"`notifications`: {error}") from None
-        if len(wanted.resourceSubscriptions) > SUBSCRIPTIONS_MAX:
-            raise RpcError(INVALID_PARAMS, f"a stream subscribes to at most {SUBSCRIPTIONS_MAX} resources")
-        if self._streams.is_full(context.actor.principal, None):
-            raise RpcError(SERVER_ERROR, "too many streams of this key are open")
-        honoured = await self._served.admit(context, wanted)
-        tag = {SUBSCRIPTION_KEY: context.request_id}
-        ended = frames.encode({"resultType": "complete", "_meta": tag})
-        stream = context.exchange.stream(tag=tag, last=frames.event(frames.result(context.request_id, ended)))
-        stream.announce("notifications/subscriptions/acknowledged", {"notifications": msgspec.to_builtins(honoured)})
-        closed = asyncio.Event()
-        stream.on_close(closed.set)
-        self._served.listen(context, honoured, stream)
-        await closed.wait()
-        return {}
-
-
-SUBSCRIPTIONS_MAX: Final = 256
-
-
-def _beyond(method: Callable[[RequestContext], Awaitable[object]]) -> Call:
-    async def call(context: RequestContext, params: Params) -> object:
-        return await method(context)
-
-    return call
-
-
-async def _ping(context: RequestContext, params: Params) -> object:
-    return {}
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise RpcError(INVALID_PARAMS, f"`{name}` is not a string")
-    return value
-
-
-def _arguments(value: object) -> dict[str, Any]:
-    if value is msgspec.UNSET or value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RpcError(INVALID_PARAMS, "`arguments` is not an object")
-    return cast("dict[str, Any]", value)
-
-
-def _check_cursor(params: Params) -> None:
-    if params.cursor is not msgspec.UNSET and params.cursor is not None:
-        raise RpcError(INVALID_PARAMS, "`cursor` is none of ours: lists come whole")
 
 
 def _abort(scope: Scope) -> Callable[[], None] | None:
