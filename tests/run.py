@@ -28,6 +28,9 @@ PYTEST = [sys.executable, "-m", "pytest"]
 
 def main(arguments: list[str]) -> int:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    # A person's own settings are not the tests'.
+    for name in [name for name in os.environ if name.startswith("OUBLIETTE_")]:
+        del os.environ[name]
     os.environ.setdefault("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")
     install_missing()
     if arguments:

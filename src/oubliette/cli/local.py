@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from oubliette.server.app import locally
 from oubliette.server.config import Settings
 from oubliette.server.errors import Conflict, OublietteError, StorageFailed
 from oubliette.server.home import Home, HomeLock
@@ -37,6 +36,9 @@ async def _ask(settings: Settings, operation: str, params: dict[str, Any]) -> di
             held.enter_context(HomeLock(home))
         except Conflict:
             return await _ask_server(home, operation, params)
+        # The whole server is loaded only where none is running.
+        from oubliette.server.app import locally
+
         return await locally(settings, operation, params)
 
 

@@ -1,14 +1,15 @@
 """`oubliette up`: a server on this machine, with nothing to do before."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import uvloop
 from cyclopts import Parameter
 
 from oubliette.cli.options import AsJson, File, Home, settings
-from oubliette.server.app import Ready, serve
 from oubliette.server.config import Settings
+
+if TYPE_CHECKING:
+    from oubliette.server.app import Ready
 
 
 def up(
@@ -26,9 +27,14 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Run the server until it is told to stop (Ctrl-C), making its home first if there is none."""
+    # Only here: help and other words need not load the server.
+    import uvloop
+
+    from oubliette.server.app import serve
+
     chosen = settings(file=file, home=home, host=host, port=port, runtime=runtime, unsafe_no_sandbox=unsafe_no_sandbox)
 
-    def ready(started: Ready) -> None:
+    def ready(started: "Ready") -> None:
         print(told_as_json(started, chosen) if as_json else told(started, chosen), flush=True)
 
     uvloop.run(serve(chosen, ready=ready))
@@ -40,12 +46,12 @@ def snippet(url: str, token: str | None) -> dict[str, Any]:
     return {"mcpServers": {"oubliette": {"type": "http", "url": url, "headers": headers}}}
 
 
-def told_as_json(started: Ready, chosen: Settings) -> str:
+def told_as_json(started: "Ready", chosen: Settings) -> str:
     what = {"url": started.url, "first_token": started.first_token, "home": str(chosen.home), "runtime": chosen.runtime}
     return json.dumps(what | snippet(started.url, started.first_token))
 
 
-def told(started: Ready, chosen: Settings) -> str:
+def told(started: "Ready", chosen: Settings) -> str:
     warning = " WITHOUT ISOLATION, for any droid" if chosen.unsafe_no_sandbox else ""
     token = (
         "There are tokens already. Another one: oubliette token create NAME"
