@@ -43,7 +43,7 @@ async def _ask(settings: Settings, operation: str, params: dict[str, Any]) -> di
 
 
 async def _ask_server(home: Home, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-    reader, writer = await _connected(home)
+    reader, writer = await connected(home)
     try:
         async with asyncio.timeout(ANSWER_S):
             writer.write(jsonrpc.request(1, operation, params))
@@ -63,7 +63,8 @@ async def _ask_server(home: Home, operation: str, params: dict[str, Any]) -> dic
     raise Refused(failure.message)
 
 
-async def _connected(home: Home) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connected(home: Home) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Knock until the door is there."""
     try:
         async with asyncio.timeout(STARTING_S):
             while True:

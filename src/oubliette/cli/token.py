@@ -1,6 +1,7 @@
 """`oubliette token`: the keys to this installation."""
 
 import json
+import sys
 import time
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,8 @@ from cyclopts import App, Parameter
 
 from oubliette.cli.local import ask
 from oubliette.cli.options import AsJson, File, Home, settings
+
+DAY_S = 86_400.0
 
 token = App(name="token", help="Make, list and revoke the keys to this installation.")
 
@@ -17,43 +20,66 @@ def create(
     name: Annotated[str, Parameter(help="What it is for; `revoke` takes it too.")],
     *,
     scope: Annotated[Literal["admin", "write", "read"], Parameter(help="What its bearer may do.")] = "write",
-    project: Annotated[str | None, Parameter(help="Narrow it to this project, by id.")] = None,
-    days: Annotated[float | None, Parameter(help="Let it expire after so many days; else it does not.")] = None,
+    days: Annotated[
+        float | None, Parameter(help="Let it expire after so many days; else it lives until revoked.")
+    ] = None,
     home: Home = None,
     file: File = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token and show it, this once."""
-    expires_at = None if days is None else time.time() + days * 86_400
-    params = {"name": name, "scope": scope, "project_id": project, "expires_at": expires_at}
-    made = ask(settings(home=home, file=file), "token_create", **params)
-    print(json.dumps(made) if as_json else f"{made['token']}\n")
+    """Make a token and show it, this once: alone on standard output, so that a script can take it."""
+    expires_in_s = None if days is None else days * DAY_S
+    made = ask(settings(home=home, file=file), "token_create", name=name, scope=scope, expires_in_s=expires_in_s)
+    if as_json:
+        print(json.dumps(made))
+    else:
+        print(made["token"])
+        print(f"{made['id']} ({made['scope']}); it is not shown again", file=sys.stderr)
 
 
 @token.command(name="list")
 def list_(*, home: Home = None, file: File = None, as_json: AsJson = False) -> None:
     """List the tokens, without their secrets."""
     listed = ask(settings(home=home, file=file), "token_list")
-    print(json.dumps(listed) if as_json else _table(listed["tokens"]))
+    print(json.dumps(listed) if as_json else _table(listed["tokens"], time.time()))
 
 
 @token.command
 def revoke(
-    token: Annotated[str, Parameter(help="Its id (tok_…) or its name.")],
+    which: Annotated[str, Parameter(help="Its id (tok_…) or its name.")],
     *,
     home: Home = None,
     file: File = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a token at once, and every stream that it opened within a second."""
-    revoked = ask(settings(home=home, file=file), "token_revoke", token=token)
-    print(json.dumps(revoked) if as_json else f"revoked {token}")
+    """End a token at once, and its streams within a second."""
+    revoked = ask(settings(home=home, file=file), "token_revoke", token_id=which)
+    print(json.dumps(revoked) if as_json else f"revoked {revoked['id']} ({revoked['name']})")
 
 
-def _table(tokens: list[dict[str, Any]]) -> str:
-    rows = [("ID", "NAME", "SCOPE", "STATE")]
-    rows += [(one["id"], one["name"], one["scope"], "revoked" if one.get("revoked_at") else "live") for one in tokens]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def _table(tokens: list[dict[str, Any]], now: float) -> str:
+    rows = [("ID", "NAME", "SCOPE", "ENDS IN", "STATE", "CREATED", "LAST USED")]
+    rows += [
+        (
+            one["id"],
+            one["name"],
+            one["scope"],
+            f"…{one['hint']}",
+            _state(one, now),
+            _day(one["created_at"]),
+            _day(one["last_used_at"]),
+        )
+        for one in tokens
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _state(one: dict[str, Any], now: float) -> str:
+    if one["revoked_at"] is not None:
+        return "revoked"
+    return "expired" if one["expires_at"] is not None and one["expires_at"] <= now else "live"
+
+
+def _day(at: float | None) -> str:
+    return "never" if at is None else time.strftime("%Y-%m-%d", time.localtime(at))

@@ -1,0 +1,108 @@
+"""The documents are true: what they name exists, what they show runs, what they copy from the code is the code's."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from oubliette.server import config
+from tests import reference
+
+ROOT = Path(__file__).parent.parent
+PROSE = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DECISIONS = sorted(ROOT.glob("docs/decisions/*.md"))
+LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+# What looks like a file or a folder of this repository inside backticks.
+FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml|lock|sh)\Z|(?:[\w.-]+/)+\Z")
+# Names of things elsewhere: in a home, in a box, made by the script.
+ELSEWHERE = {"oubliette.toml", ".oubliette-dev/"}
+
+
+def read(name: str) -> str:
+    return ROOT.joinpath(name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path):
+    targets = LINK.findall(
+        re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    )
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(page: Path):
+    text = re.sub(r"^```sh.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = {word for word in CODE.findall(text) if FILE.match(word)} - ELSEWHERE
+    places = (ROOT, ROOT / "src/oubliette", ROOT / "src/oubliette/server", page.parent)
+    assert sorted(name for name in named if not any((place / name).exists() for place in places)) == []
+
+
+def test_every_room_is_on_the_map():
+    text = read("ARCHITECTURE.md")
+    rooms = {module.parent.relative_to(ROOT / "src/oubliette") for module in ROOT.glob("src/oubliette/**/*.py")}
+    assert sorted(str(room) for room in rooms if str(room) != "." and f"`{room}/`" not in text) == []
+
+
+def test_the_map_shows_the_layers_that_are_checked():
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    assert "\n".join(layers) + "\n" in blocks(read("ARCHITECTURE.md"), "text")
+
+
+def test_the_readmes_example_is_the_file_and_short():
+    (shown,) = blocks(read("README.md"), "python")
+    assert shown == read("examples/lend_a_tool.py")
+    assert len(shown.splitlines()) < 30
+
+
+def test_every_decision_has_its_number_its_state_and_its_reasons():
+    assert [page.name[:4] for page in DECISIONS] == [f"{number:04}" for number in range(1, len(DECISIONS) + 1)]
+    for page in DECISIONS:
+        text = page.read_text(encoding="utf-8")
+        assert text.startswith(f"# {page.name[:4]}. "), page.name
+        assert re.search(r"^State: (Accepted|Superseded by \d{4}), \w+ \d{4}\.$", text, re.MULTILINE), page.name
+        assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"], page.name
+
+
+def test_the_changelog_knows_no_other_sections():
+    sections = re.findall(r"^### (.+)$", read("CHANGELOG.md"), re.MULTILINE)
+    assert set(sections) <= {"Security", "Removed", "Deprecated", "Added", "Changed", "Fixed"}
+
+
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_a_reference_page_is_what_the_code_says(name: str):
+    assert read(f"docs/reference/{name}") == reference.NOTE + reference.PAGES[name](), "see CONTRIBUTING.md"
+
+
+def test_a_setting_that_prose_names_is_one():
+    named = {
+        word for page in PROSE for word in re.findall(r"`OUBLIETTE_([A-Z_]+[A-Z])`", page.read_text(encoding="utf-8"))
+    }
+    assert sorted(named - {name.upper() for name, *_ in config.table()} - config._NO_SETTINGS) == []
+
+
+def test_the_license_is_whole():
+    text = read("LICENSE")
+    assert "Apache License" in text[:200]
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def pins(name: str) -> dict[str, str]:
+    text = read(name).replace("\\\n", " ")
+    found = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
+    assert all("--hash=sha256:" in line for line in text.splitlines() if "==" in line)
+    assert not re.search(r"https?:|--(index|find|extra|trusted)", text)
+    return found
+
+
+def test_the_locks_hold_hashes_no_addresses_and_agree():
+    run, dev = pins("requirements.lock"), pins("requirements-dev.lock")
+    assert run.items() <= dev.items()
+    assert {"uv-build", "msgspec"} <= run.keys()
