@@ -19,7 +19,7 @@ async def main() -> None:
             return "sent"
 
         project = await caller.call("project_create", name="first steps")
-        session = await caller.start(project["project_id"], PLAN)
+        session = await caller.start(project["id"], PLAN)
         print((await session.result(timeout_s=30)).text)
         await session.end()
 

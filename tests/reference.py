@@ -2,8 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from oubliette.server import config
+from oubliette.server.operations.catalogue import OPERATIONS
+from oubliette.server.operations.operation import Operation
+from oubliette.server.operations.schemas import schema
+from oubliette.wire import relay
+from oubliette.wire.events import Known
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 NOTE = "<!-- Made from the code by `./run python -m tests.reference`; do not edit. -->\n\n"
@@ -24,7 +30,97 @@ def settings() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"settings.md": settings}
+def operations() -> str:
+    lines = [
+        "# Operations",
+        "",
+        "Over MCP an operation is a tool by its name; in a box it is `oubliette_` and its name. Both show those that",
+        "the key's scope allows. *Scope* is the least that is needed; *target* is what the gate looks up to decide;",
+        "*in a box* is which keys may ask for it there: any, only one that a caller passed in (own), or none.",
+        "",
+        "| operation | scope | target | in a box | |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| [`{one.name}`](#{one.name}) | {one.scope} | {one.target} | {_in_a_box(one)} | {_first(one.summary)} |"
+        for one in OPERATIONS
+    ]
+    for one in OPERATIONS:
+        lines += ["", f"## {one.name}", "", one.summary, "", *_parameters(schema(one.params))]
+    return "\n".join(lines) + "\n"
+
+
+def events() -> str:
+    lines = [
+        "# Events",
+        "",
+        "What a session's log holds. A reader sees one flat JSON object: `session_id`, `index`, `at` (seconds), `type`",
+        "and the fields below; fields that are not set are left out.",
+    ]
+    for tag, kind in Known.BY_TAG.items():
+        fields = ", ".join(f"`{name}`" for name in kind.__struct_fields__) or "none"
+        lines += ["", f"## {tag}", "", *([kind.__doc__.strip(), ""] if kind.__doc__ else []), f"Fields: {fields}."]
+    return "\n".join("\n".join(part.strip() for part in line.splitlines()) for line in lines) + "\n"
+
+
+def errors() -> str:
+    lines = [
+        "# Errors",
+        "",
+        "The machine word that every error carries as `kind`, beside a text for people and `retryable`, whether the",
+        "same request may succeed a moment later.",
+        "",
+        "| kind | what it means |",
+        "| --- | --- |",
+    ]
+    return "\n".join(lines + [f"| `{kind}` | {what} |" for kind, what in relay.KINDS.items()]) + "\n"
+
+
+def _in_a_box(one: Operation[Any]) -> str:
+    if not one.inside:
+        return "none"
+    return "any" if one.derived else "own"
+
+
+def _first(summary: str) -> str:
+    return summary.split(". ")[0].rstrip(".") + "."
+
+
+def _parameters(of: dict[str, Any]) -> list[str]:
+    properties: dict[str, dict[str, Any]] = of.get("properties", {})
+    if not properties:
+        return ["No parameters."]
+    needed = of.get("required", [])
+    lines = ["| parameter | type | |", "| --- | --- | --- |"]
+    for name, one in properties.items():
+        required = " **Required.**" if name in needed else ""
+        lines.append(f"| `{name}` | {_type(one)} | {_described(one)}{required} |")
+    return lines
+
+
+def _described(one: dict[str, Any]) -> str:
+    found = [one.get("description", ""), *(_described(choice) for choice in one.get("anyOf", []))]
+    return next((text for text in found if text), "").replace("\n", " ")
+
+
+def _type(one: dict[str, Any]) -> str:
+    if "enum" in one:
+        return " or ".join(f"`{choice}`" for choice in one["enum"])
+    if "anyOf" in one:
+        return " or ".join(_type(choice) for choice in one["anyOf"] if choice.get("type") != "null")
+    if "$ref" in one:
+        return "object"
+    if one.get("type") == "array":
+        return f"list of {_type(one.get('items', {}))}"
+    return str(one.get("type", "any"))
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "settings.md": settings,
+    "operations.md": operations,
+    "events.md": events,
+    "errors.md": errors,
+}
 
 
 def main() -> None:

@@ -201,5 +201,29 @@ def test_a_python_that_is_too_old_is_not_taken(checkout: Checkout, tmp_path: Pat
     assert "there is no Python 3.11 or newer: install Debian's package python3-venv" in err
 
 
+def needs(path: Path, *, uid: int) -> subprocess.CompletedProcess[str]:
+    program = f"import os; os.geteuid = lambda: {uid}; from tests import run; run.install_missing()"
+    env = {"PATH": str(path)}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30
+    )
+
+
+def test_what_the_tests_need_is_named_where_we_are_not_root(tmp_path: Path):
+    write_program(tmp_path / "git", "#!/bin/sh\n")
+    asked = needs(tmp_path, uid=1000)
+    assert asked.returncode == 1
+    assert asked.stderr == "test: the tests need Debian's bubblewrap: apt-get install bubblewrap\n"
+
+
+def test_what_the_tests_need_is_installed_where_we_are_root(tmp_path: Path):
+    write_program(tmp_path / "git", "#!/bin/sh\n")
+    write_program(tmp_path / "apt-get", f'#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >>{tmp_path}/asked\n')
+    assert needs(tmp_path, uid=0).returncode == 0
+    assert tmp_path.joinpath("asked").read_text() == (
+        "noninteractive install -qq -y --no-install-recommends bubblewrap\n"
+    )
+
+
 def test_the_script_is_plain_sh():
     subprocess.run(["sh", "-n", ROOT / "run"], check=True, env={"PATH": os.defpath})
