@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from oubliette.server.clock import SystemClock
 from oubliette.server.endpoints.http import HttpServer, Routes, listening_socket
 from oubliette.server.endpoints.mcp.contract import (
@@ -101,6 +103,7 @@ class Fixtures:
         self.listeners: list[tuple[Filter, Channel]] = []
         self.standing: dict[str, StreamContext] = {}
         self.ended: list[str] = []
+        self.changed: list[tuple[str | None, tuple[str, ...]]] = []
         self.started = asyncio.Event()  # a tool that hangs has begun
         self.stopped: list[str] = []  # tools that hung and were cancelled
         self.methods: Mapping[str, Method] = {
@@ -162,10 +165,10 @@ class Fixtures:
     def mirrored(self, tool: str) -> Sequence[Mirrored]:
         return mirrored(self.tools[tool][1]) if tool in self.tools else ()
 
-    async def call_tool(self, context: Context, name: str, arguments: Arguments) -> object:
+    async def call_tool(self, context: Context, name: str, arguments: msgspec.Raw) -> object:
         if name not in self.tools:
             raise RpcError(INVALID_PARAMS, f"no tool {name!r}")
-        return await self.tools[name][2](context, arguments)
+        return await self.tools[name][2](context, msgspec.json.decode(arguments))
 
     async def list_resources(self, context: Context) -> Sequence[object]:
         return [
@@ -200,14 +203,16 @@ class Fixtures:
         self.listeners.append(entry)
         channel.on_close(lambda: self.listeners.remove(entry))
 
-    async def stream_opened(self, stream: StreamContext) -> None:
-        self.standing[stream.stream_id] = stream
-
+    async def attend(self, stream: StreamContext) -> None:
         def closed() -> None:
             if self.standing.get(stream.stream_id) is stream:
                 del self.standing[stream.stream_id]
 
+        self.standing[stream.stream_id] = stream
         stream.channel.on_close(closed)
+
+    def stream_changed(self, stream: StreamContext) -> None:
+        self.changed.append((stream.log_level, tuple(stream.subscriptions)))
 
     async def session_ended(self, stream_id: str) -> None:
         self.ended.append(stream_id)

@@ -65,6 +65,9 @@ class RequestContext:
     def channel(self) -> Channel:
         return self._exchange.stream()
 
+    def abandon(self) -> None:
+        self._exchange.abandon()
+
     def wants(self, level: str) -> bool:
         least = self.log_level
         if least is None:
@@ -119,6 +122,7 @@ class OpenStream:
     def subscriptions(self) -> Sequence[str]:
         return self._session.subscriptions
 
-    def changed(self, session: McpSession) -> None:
-        """Take over what the session says now."""
-        self._session = session
+    def changed(self, session: McpSession) -> bool:
+        """Take over what the session says now; tell whether that is another thing than before."""
+        before, self._session = self._session, session
+        return (before.log_level, before.subscriptions) != (session.log_level, session.subscriptions)

@@ -110,6 +110,10 @@ class Channel(Protocol):
         """Call back once when the channel has ended, for whatever reason; at once if it has already."""
         ...
 
+    async def drained(self) -> None:
+        """Return when little waits to be written: who reads a log need not queue all of it."""
+        ...
+
     def end(self) -> None:
         """End the channel after what is queued."""
         ...
@@ -151,6 +155,10 @@ class Context(Protocol):
     @property
     def channel(self) -> Channel:
         """This request's own stream, opened by the first notification; it ends with the answer."""
+        ...
+
+    def abandon(self) -> None:
+        """From here on this request is for its client's eyes only: if they leave, it is cancelled, in either era."""
         ...
 
     def wants(self, level: str) -> bool:
@@ -228,8 +236,11 @@ class Served(Protocol):
         """The arguments of this tool that headers must repeat."""
         ...
 
-    async def call_tool(self, context: Context, name: str, arguments: dict[str, Any]) -> object:
-        """A `ToolResult`, or an object of the protocol's own shape. Raises `RpcError` -32602 for an unknown tool."""
+    async def call_tool(self, context: Context, name: str, arguments: msgspec.Raw) -> object:
+        """A `ToolResult`, or an object of the protocol's own shape. Raises `RpcError` -32602 for an unknown tool.
+
+        `arguments` is the JSON of an object, not decoded yet: who knows its type decodes it once.
+        """
         ...
 
     async def list_resources(self, context: Context) -> Sequence[object]: ...
@@ -252,8 +263,12 @@ class Served(Protocol):
         """Attach an admitted listener, who has been told what is honoured; it leaves by `channel.on_close`."""
         ...
 
-    async def stream_opened(self, stream: StreamContext) -> None:
-        """A legacy session opened its stream; it leaves by `channel.on_close`."""
+    async def attend(self, stream: StreamContext) -> None:
+        """Serve a legacy session's standing stream; cancelled when the stream has ended."""
+        ...
+
+    def stream_changed(self, stream: StreamContext) -> None:
+        """The session of an open stream set its level or its subscriptions."""
         ...
 
     async def session_ended(self, stream_id: str) -> None:

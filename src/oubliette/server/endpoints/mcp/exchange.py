@@ -72,6 +72,7 @@ class Exchange:
         self._cancelled: bytes | None = None  # the answer of a request that was cancelled
         self._stream: Stream | None = None
         self._writer: asyncio.Task[None] | None = None
+        self._last: bytes | None = None
         self._watched = False
         self._gone = False
 
@@ -105,7 +106,9 @@ class Exchange:
     def stream(self, *, tag: dict[str, Any] | None = None, last: bytes | None = None) -> Stream:
         """This request's own stream, opened at the first use."""
         if self._stream is None:
+            self._last = last
             self._stream = Stream(farewell=self._farewell, abort=self._abort, tag=tag, last=last)
+            self._stream.on_close(self._stream_closed)
             if self._gone:
                 self._stream.lost()
             else:
@@ -113,6 +116,12 @@ class Exchange:
                 self._writer = self._tasks.create_task(self._stream.write(self._send))
                 self._watch()
         return self._stream
+
+    def abandon(self) -> None:
+        """From here on the client's leaving cancels the request, whatever the era says."""
+        self._leaving_cancels = True
+        if self._gone:
+            self.cancel()
 
     def cancel(self, code: int = REQUEST_CANCELLED, message: str = "request cancelled") -> None:
         """Stop the handler; the answer then is this error."""
@@ -123,6 +132,11 @@ class Exchange:
     def _farewell(self, reason: str) -> bytes:
         """The last frame where the client reads too slowly."""
         return frames.event(frames.failure(self.request_id, SERVER_ERROR, reason))
+
+    def _stream_closed(self) -> None:
+        # Cut, or the client gone: nobody will see the answer.
+        if self._leaving_cancels and self._last is None:
+            self.cancel()
 
     def _watch(self) -> None:
         if not self._watched and self._task is not None:

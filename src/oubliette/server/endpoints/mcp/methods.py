@@ -5,7 +5,7 @@ One table per era. Tools and resources are in both; what only one era knows stan
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,7 @@ from oubliette.server.endpoints.mcp.versions import SUPPORTED, Era
 Call = Callable[[RequestContext, Params], Awaitable[object]]
 
 SUBSCRIPTIONS_MAX: Final = 256
+_NO_ARGUMENTS: Final = msgspec.Raw(b"{}")
 
 
 class Methods:
@@ -70,7 +71,7 @@ class Methods:
 
     async def _call_tool(self, context: RequestContext, params: Params) -> object:
         name = text_of(params.name, "name")
-        return await self._served.call_tool(context, name, arguments_of(params.arguments))
+        return await self._served.call_tool(context, name, arguments_of(params))
 
     async def _list_resources(self, context: RequestContext, params: Params) -> object:
         _check_cursor(params)
@@ -148,12 +149,24 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def arguments_of(value: object) -> dict[str, Any]:
-    if value is msgspec.UNSET or value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RpcError(INVALID_PARAMS, "`arguments` is not an object")
-    return cast("dict[str, Any]", value)
+def arguments_of(params: Params) -> msgspec.Raw:
+    """The JSON of the arguments, known to begin like an object; it is decoded once, by who knows its type."""
+    value = params.arguments
+    if value is msgspec.UNSET:
+        return _NO_ARGUMENTS
+    first = memoryview(value)[0]
+    if first == ord("{"):
+        return value
+    if first == ord("n"):
+        return _NO_ARGUMENTS
+    raise RpcError(INVALID_PARAMS, "`arguments` is not an object")
+
+
+def decoded(arguments: msgspec.Raw) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise RpcError(INVALID_PARAMS, "`arguments` is not an object") from None
 
 
 def _check_cursor(params: Params) -> None:

@@ -45,7 +45,7 @@ class Params(msgspec.Struct):
     meta: msgspec.Raw | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="_meta")
     name: Any = msgspec.UNSET
     uri: Any = msgspec.UNSET
-    arguments: Any = msgspec.UNSET
+    arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     cursor: Any = msgspec.UNSET
     level: Any = msgspec.UNSET
     notifications: Any = msgspec.UNSET

@@ -23,6 +23,7 @@ HEADERS: Final[tuple[tuple[bytes, bytes], ...]] = (
 )
 # What is handed to the socket at once; an announcement made meanwhile goes before the rest.
 WRITE_BYTES: Final = 128 * 1024
+DRAINED_BYTES: Final = 64 * 1024
 
 
 class Stream:
@@ -48,6 +49,7 @@ class Stream:
         self._queue: deque[bytes] = deque()
         self._waiting = 0  # bytes
         self._wake: asyncio.Future[None] | None = None
+        self._drain: asyncio.Future[None] | None = None
         self._ended = False
         self._callbacks: list[Callable[[], None]] = []
         self.is_open = True
@@ -71,6 +73,12 @@ class Stream:
             self._callbacks.append(callback)
         else:
             callback()
+
+    async def drained(self) -> None:
+        while self._waiting > DRAINED_BYTES and self.is_open:
+            if self._drain is None:
+                self._drain = self._loop.create_future()
+            await asyncio.shield(self._drain)
 
     def end(self) -> None:
         """No more is queued; what is, is written, and the response ends."""
@@ -156,6 +164,8 @@ class Stream:
                     self.spoke_at = self.written_at
             if last:
                 return
+            if self._waiting <= DRAINED_BYTES:
+                self._tell_drained()
             if not self._waiting and not self._ended:
                 self._wake = self._loop.create_future()
                 await self._wake
@@ -179,6 +189,11 @@ class Stream:
             return params
         return {**cast("dict[str, Any]", params), "_meta": self._tag}
 
+    def _tell_drained(self) -> None:
+        if self._drain is not None:
+            self._drain.set_result(None)
+            self._drain = None
+
     def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -187,6 +202,7 @@ class Stream:
         self._ended = True
         self.is_open = False
         self._rouse()
+        self._tell_drained()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

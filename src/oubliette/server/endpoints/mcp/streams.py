@@ -71,8 +71,8 @@ class Streams:
 
     def session_changed(self, session: McpSession) -> None:
         opened = self._standing.get(session.id)
-        if opened is not None:
-            opened.changed(session)
+        if opened is not None and opened.changed(session):
+            self._served.stream_changed(opened)
 
     async def session_ended(self, session_id: str) -> None:
         opened = self._standing.get(session_id)
@@ -157,7 +157,8 @@ class Streams:
                 if session is None:
                     opened.channel.end()
                     continue
-                opened.changed(session)
+                if opened.changed(session):
+                    self._served.stream_changed(opened)
                 self._ping(opened, session, now)
 
     def _ping(self, opened: OpenStream, session: McpSession, now: float) -> None:

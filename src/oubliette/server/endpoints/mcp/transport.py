@@ -36,7 +36,7 @@ from oubliette.server.endpoints.mcp.contract import (
 )
 from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, send_empty, send_json, until_gone
 from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, bearer, is_json, mirror_problem
-from oubliette.server.endpoints.mcp.methods import Methods, arguments_of
+from oubliette.server.endpoints.mcp.methods import Methods, arguments_of, decoded
 from oubliette.server.endpoints.mcp.posted import SERVER_KEY, Params, Posted, Refused
 from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
 from oubliette.server.endpoints.mcp.stream import HEADERS, Send, Stream
@@ -330,7 +330,7 @@ class McpEndpoint:
             return
         rules = self._served.mirrored(params.name)
         if rules:
-            problem = mirror_problem(rules, arguments_of(params.arguments), headers.raw)
+            problem = mirror_problem(rules, decoded(arguments_of(params)), headers.raw)
             if problem is not None:
                 raise RpcError(HEADER_MISMATCH, problem)
 
@@ -385,13 +385,21 @@ class McpEndpoint:
         opened = OpenStream(actor, session, stream)
         watch = self._tasks.create_task(_watched(receive, stream))
         self._streams.add_session(opened)
+        attendance = self._tasks.create_task(self._attend(opened))
         try:
-            await self._served.stream_opened(opened)
             await stream.write(send, (*HEADERS, (b"mcp-session-id", session.id.encode())))
         finally:
             stream.lost()
             self._streams.remove_session(opened)
+            attendance.cancel()
             watch.cancel()
+
+    async def _attend(self, opened: OpenStream) -> None:
+        try:
+            await self._served.attend(opened)
+        except Exception:
+            logger.exception("a standing stream failed")
+            opened.channel.end()
 
 
 def _abort(scope: Scope) -> Callable[[], None] | None:
