@@ -2,16 +2,12 @@
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from oubliette.server.containers.inside import pack
 from oubliette.wire import relay as wire
 from oubliette.wire.jsonrpc import ErrorObject
 from oubliette.wire.relay import (
@@ -22,7 +18,8 @@ from oubliette.wire.relay import (
     SessionEvents,
     SessionMessage,
 )
-from tests.kit.mcp_host import ERAS, Era, McpHost, RpcError, hosted
+from tests.kit.boxed import Box
+from tests.kit.mcp_host import ERAS, Era, RpcError
 from tests.kit.relay_server import Listed, RelayServer, failure, tool
 
 KEY = "oub_" + "5" * 64
@@ -33,42 +30,9 @@ BASE = ["session_message", "session_events"]
 eras = pytest.mark.parametrize("era", ERAS)
 
 
-@pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack(tmp_path_factory.mktemp("program"))
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "mcp"
-
-
-class Box:
-    """What a box gives the client: the packed program and the socket's folder."""
-
-    def __init__(self, program: Path, folder: Path) -> None:
-        self.program = program
-        self.folder = folder
-
-    @asynccontextmanager
-    async def client(self, era: Era = "legacy", **env: str) -> AsyncGenerator[McpHost]:
-        argv = [sys.executable, "-I", "-S", str(self.program), "client"]
-        async with hosted(argv, {"OUBLIETTE_SOCKET": str(self.folder / "relay.sock"), **env}, era=era) as host:
-            yield host
-
-    @asynccontextmanager
-    async def talk(self, relay: RelayServer, era: Era = "legacy", **env: str) -> AsyncGenerator[McpHost]:
-        """A client whose host has begun, and has its list."""
-        async with self.client(era, **env) as host:
-            await host.open()
-            await host.tools()
-            await relay.take(Listed)
-            yield host
-
-
-@pytest.fixture
-def box(program: Path, folder: Path) -> Box:
-    return Box(program, folder)
+def box(tmp_path: Path) -> Box:
+    return Box(tmp_path)
 
 
 def text(result: dict[str, Any]) -> str:

@@ -84,6 +84,7 @@ class Client:
         self._held: List[Json] = []
         self._settle_at: Optional[float] = None
         self._is_settled = False
+        self._is_followed_from: Optional[float] = None  # a host that never lists is told of changes from here on
         # Who is told about changes, and what the server was told about lists.
         self._is_initialized = False
         self._subscriptions: Dict[Id, bool] = {}  # by the request that opened it: whether it asked for tools
@@ -194,6 +195,7 @@ class Client:
         version = asked if asked in LEGACY else LEGACY[0]
         # Some agents never send notifications/initialized; they hear of changes all the same.
         self._is_initialized = True
+        self._follow()
         self._reply(mcp_id, {"protocolVersion": version, "capabilities": CAPABILITIES, "serverInfo": SERVER_INFO})
 
     def _ping(self, mcp_id: Id, params: Json, modern: bool, message: Json) -> None:
@@ -226,6 +228,7 @@ class Client:
         acknowledged: Json = {"notifications": {"toolsListChanged": True} if honored else {}}
         acknowledged["_meta"] = {META_SUBSCRIPTION: mcp_id}
         self._notify("notifications/subscriptions/acknowledged", acknowledged)
+        self._follow()
 
     def _call(self, mcp_id: Id, params: Json, modern: bool, message: Json) -> None:
         name, arguments = params.get("name"), params.get("arguments")
@@ -413,12 +416,17 @@ class Client:
     def _is_held(self, mcp_id: Id) -> bool:
         return bool(self._held) and any(message["id"] == mcp_id for message in self._held)
 
+    def _follow(self) -> None:
+        """From a moment after the first greeting, tools that come are a change; before, they are the beginning."""
+        if self._is_followed_from is None:
+            self._is_followed_from = self.now + HOLD_S
+
     def _list_may_have_changed(self, changed: bool) -> None:
-        if not self._is_settled:
-            if not self._awaited:
-                self._settle()
-        elif changed:
+        is_followed = self._is_followed_from is not None and self.now >= self._is_followed_from
+        if changed and (self._is_settled or is_followed):
             self._announce()
+        if not self._is_settled and not self._awaited:
+            self._settle()
         self._tell_listed()
 
     def _settle(self) -> None:
