@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oubliette.caller.http1 import BadResponse, Response, Responses
+from oubliette.caller.http1 import BadResponse, Response, Responses, Streamed
 from tests.caller.test_sse import cut
 
 STREAM = (
@@ -31,6 +31,23 @@ def test_any_cut_of_the_bytes_yields_the_same_responses(places: list[int]) -> No
     assert [one for chunk in cut(STREAM, places) for one in responses.feed(chunk)] == WHOLE
 
 
+@given(st.lists(st.integers(0, 200), max_size=30), st.booleans())
+def test_any_cut_of_a_stream_yields_the_same_body(places: list[int], chunked: bool) -> None:
+    body = b"retry: 3000\n\n" + b"data: {}\n\n" * 3
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+    if chunked:
+        pieces = [body[:1], body[1:12], body[12:]]
+        body_sent = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        text = head + b"Transfer-Encoding: chunked\r\n\r\n" + body_sent
+    else:
+        text = head + b"\r\n" + body
+    stream = Streamed()
+    assert b"".join(stream.feed(chunk) for chunk in cut(text, places)) == body
+    assert stream.head is not None
+    assert stream.head.content_type == b"text/event-stream"
+    assert stream.has_ended is chunked
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -46,3 +63,11 @@ def test_any_cut_of_the_bytes_yields_the_same_responses(places: list[int]) -> No
 def test_what_is_not_http_is_refused(text: bytes) -> None:
     with pytest.raises(BadResponse):
         Responses().feed(text)
+
+
+@pytest.mark.parametrize(
+    "text", [b"SSH-2.0\r\n\r\n", b"x" * 70_000, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n"]
+)
+def test_what_is_no_stream_is_refused(text: bytes) -> None:
+    with pytest.raises(BadResponse):
+        Streamed().feed(text)

@@ -70,7 +70,7 @@ class Caller:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._tls or True, limit=0), cookie_jar=aiohttp.DummyCookieJar()
         )
-        self._endpoint = Endpoint(self._http, self._url, self._token, self._patience_s)
+        self._endpoint = Endpoint(self._http, self._url, self._token, self._patience_s, self._tls)
         self._endpoint.on_renewed = self._renewed
         self._lanes = Lanes(LANES, self._address, self._tls, self._endpoint.headers)
         self._outbox = Outbox(self._lanes, self._endpoint.next_id, self._forgotten, self._failed)

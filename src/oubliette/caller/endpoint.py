@@ -5,6 +5,7 @@ repeated only when repeating changes nothing.
 """
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -13,7 +14,9 @@ import msgspec
 
 from oubliette.caller import messages
 from oubliette.caller.errors import Forbidden, TooLarge, Unauthenticated, Unreachable, refusal
+from oubliette.caller.lane import Address
 from oubliette.caller.patience import Patience
+from oubliette.caller.stream import Stream
 
 # Repeating these changes nothing: they read, or the server knows the repetition by its id.
 REPEATABLE = frozenset(
@@ -34,8 +37,6 @@ REPEATABLE = frozenset(
     }
 )
 ANSWER_S = 30.0
-# The server pings an idle stream every 30 s.
-STREAM_SILENCE_S = 75.0
 _NOT_PROCESSED = frozenset({429, 503})
 _MAYBE_PROCESSED = frozenset({500, 502, 504})
 
@@ -54,9 +55,13 @@ class _Again(Exception):
 
 
 class Endpoint:
-    def __init__(self, http: aiohttp.ClientSession, url: str, token: str, patience_s: float) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, token: str, patience_s: float, tls: ssl.SSLContext | None
+    ) -> None:
         self._http = http
         self.url = url
+        self.address = Address.of(url)
+        self._tls = tls
         self._token = token
         self._patience_s = patience_s
         self._id = 0
@@ -110,22 +115,25 @@ class Endpoint:
         return msgspec.json.decode(result.structuredContent, type=dict[str, Any])
 
     async def stream(self, received: Callable[[bytes], None]) -> None:
-        """Hold the server's stream until it ends. Raises `NoStream`, `Unauthenticated`, errors of aiohttp."""
+        """Hold the server's stream until it ends.
+
+        Raises `NoStream`, `Unauthenticated`, and for a stream that may be had a moment later `StreamLost`,
+        `OSError`, `TimeoutError`.
+        """
         stale = self.session_id
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=STREAM_SILENCE_S)
-        headers = self.headers() | {"Accept": "text/event-stream"}
-        async with self._http.get(self.url, headers=headers, timeout=timeout) as response:
-            if response.status == 404:
+        stream = Stream(received)
+        try:
+            head = await stream.open(self.address, self._tls, self.headers() | {"Accept": "text/event-stream"})
+            if head.status == 200 and head.content_type.startswith(b"text/event-stream"):
+                await stream.follow()
+            elif head.status == 404:
                 await self.renew(stale)
-            elif response.status == 401:
-                raise Unauthenticated(await _text_of(response))
-            elif response.status in _NOT_PROCESSED | _MAYBE_PROCESSED:
-                return
-            elif response.status != 200 or response.content_type != "text/event-stream":
-                raise NoStream(f"GET answered {response.status}")
-            else:
-                async for chunk in response.content.iter_any():
-                    received(chunk)
+            elif head.status == 401:
+                raise Unauthenticated("the server does not take this caller's token")
+            elif head.status not in _NOT_PROCESSED | _MAYBE_PROCESSED:
+                raise NoStream(f"GET answered {head.status}")
+        finally:
+            stream.close()
 
     async def close(self) -> None:
         """End the MCP session, so that the server need not wait to see us gone."""
@@ -213,8 +221,3 @@ def _refuse(response: aiohttp.ClientResponse, reply: messages.Reply | None) -> N
     if status == 413:
         raise TooLarge(text)
     raise (messages.failure_of(reply) if reply is not None else None) or refusal("invalid_request", text)
-
-
-async def _text_of(response: aiohttp.ClientResponse) -> str:
-    reply = messages.reply_in(response.content_type.encode(), await response.read())
-    return reply.error.message if reply is not None and reply.error is not None else f"HTTP {response.status}"

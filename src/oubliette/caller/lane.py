@@ -9,6 +9,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import urlsplit
 
 from oubliette.caller.crew import Crew
@@ -67,10 +68,12 @@ class Lane(asyncio.Protocol):
         return len(self._waiting) + len(self._in_flight)
 
     def post(self, body: bytes, done: Done) -> None:
-        """Send soon, together with what else is posted in this turn of the loop."""
+        """Send at once if the lane is idle, else together with what else is posted in this turn of the loop."""
         self._waiting.append((body, done))
         if self._transport is None:
             self._wanted.set()
+        elif not self._in_flight:
+            self._flush()
         elif not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -95,8 +98,8 @@ class Lane(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # A cast, not a check: uvloop's transports are none of asyncio's classes.
+        self._transport = cast("asyncio.Transport", transport)
         self._responses = Responses()
         # The head is made once per connection: what it says changes only with the MCP session.
         self._head = self._make_head()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-import aiohttp
 import msgspec
 
 from oubliette.caller import messages
@@ -12,6 +11,7 @@ from oubliette.caller.endpoint import Endpoint, NoStream
 from oubliette.caller.errors import CallerError, Unauthenticated, Unreachable
 from oubliette.caller.patience import Patience
 from oubliette.caller.sse import Frames
+from oubliette.caller.stream import StreamLost
 
 OPEN_S = 5.0
 FAILURES_BEFORE_POLLING = 3
@@ -62,7 +62,7 @@ class Presence:
                 self._failed(failure)
                 self._settled.set()
                 return
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, CallerError):
+            except (StreamLost, OSError, TimeoutError, CallerError):
                 pass
             if self._is_open:
                 patience.reset()

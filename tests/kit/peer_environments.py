@@ -1,0 +1,99 @@
+"""Environments for programs of other people: made once from a lock with hashes, kept between runs.
+
+Each lies in `.oubliette-dev/peers/` under a name that carries the digest of its lock, so that another lock is another
+environment and an old checkout keeps working. It is made beside its place and moved there when it is whole, under a
+file lock, so that several test processes may ask at once.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "tests" / "peers"
+KEPT = ROOT / ".oubliette-dev" / "peers"
+MAKE_S = 600
+
+
+@cache
+def python_peer(name: str) -> Path:
+    """The interpreter of the environment that `tests/peers/python/<name>.lock` describes."""
+    lock = PEERS / "python" / f"{name}.lock"
+
+    def make(place: Path) -> None:
+        uv = os.environ.get("UV") or shutil.which("uv")
+        if uv is None:
+            raise RuntimeError("uv is not on PATH: run the tests by ./run test")
+        _run([uv, "venv", "-q", "--relocatable", "--python", sys.executable, str(place)])
+        interpreter = str(place / "bin" / "python")
+        _run([uv, "pip", "sync", "-q", "--python", interpreter, "--require-hashes", str(lock)])
+
+    return _environment(name, [lock], make) / "bin" / "python"
+
+
+@cache
+def node_peer() -> Path:
+    """The folder that holds the `node_modules` of `tests/peers/node/package-lock.json`."""
+    files = [PEERS / "node" / "package.json", PEERS / "node" / "package-lock.json"]
+
+    def make(place: Path) -> None:
+        place.mkdir()
+        for file in files:
+            shutil.copy(file, place)
+        npm = [str(Path(sys.executable).with_name("npm")), "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+        _run([*npm, "--loglevel=error"], place)
+
+    return _environment("node", files, make)
+
+
+def node() -> str:
+    """The Node that came with the environment of the tests; the machine's own may be too old."""
+    return str(Path(sys.executable).with_name("node"))
+
+
+def node_script(name: str) -> Path:
+    """A script of `tests/peers/node` where it finds its modules: imports are looked up from where a file lies."""
+    source = PEERS / "node" / name
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    place = node_peer() / f"{source.stem}-{digest}{source.suffix}"
+    if not place.exists():
+        unfinished = place.with_name(f".{place.name}.{os.getpid()}")
+        shutil.copy(source, unfinished)
+        unfinished.rename(place)
+    return place
+
+
+def _environment(name: str, files: list[Path], make: Callable[[Path], None]) -> Path:
+    digest = hashlib.sha256(b"\0".join([sys.version.encode(), *(file.read_bytes() for file in files)]))
+    place = KEPT / f"{name}-{digest.hexdigest()[:16]}"
+    if not place.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with _alone(KEPT / f"{name}.lock"):
+            if not place.exists():
+                unfinished = place.with_name(f".{place.name}")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                make(unfinished)
+                unfinished.rename(place)
+    return place
+
+
+@contextmanager
+def _alone(path: Path) -> Generator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], cwd: Path | None = None) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=MAKE_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
