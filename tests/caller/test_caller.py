@@ -183,7 +183,7 @@ async def test_progress_from_inside_a_tool_names_its_request() -> None:
 
         @caller.tool
         async def long() -> None:
-            caller.progress(1, 3, "a third")
+            caller.progress(1, 3, "a third", extend_s=60)
             await asyncio.sleep(0)
 
         @caller.tool(threaded=True)
@@ -195,7 +195,8 @@ async def test_progress_from_inside_a_tool_names_its_request() -> None:
         await server.ask("blocking", {}, request_id="r2")
         await server.until(lambda: len(server.progress) == 2)
         assert server.progress == [
-            {"session_id": "gogol_1", "request_id": "r1", "progress": 1, "total": 3, "message": "a third"},
+            {"session_id": "gogol_1", "request_id": "r1", "progress": 1, "total": 3, "message": "a third"}
+            | {"extend_seconds": 60},
             {"session_id": "gogol_1", "request_id": "r2", "message": "in a thread"},
         ]
 

@@ -109,7 +109,7 @@ class FakeServer:
 
     async def end_session(self) -> None:
         async with self._changed:
-            self.status = "ended"
+            self.status = "completed"
             self._changed.notify_all()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -222,8 +222,8 @@ class FakeServer:
         return {}
 
     async def _caller_tool_pending(self, arguments: Any) -> dict[str, Any]:
-        request_id = arguments["request_id"]
-        return {"requests": [{"request_id": request_id, "arguments": self._large[request_id]}]}
+        del arguments
+        return {"requests": [{"request_id": name, "arguments": value} for name, value in self._large.items()]}
 
     async def _caller_tool_poll(self, arguments: Any) -> dict[str, Any]:
         try:
@@ -234,7 +234,7 @@ class FakeServer:
 
     async def _project_list(self, arguments: Any) -> dict[str, Any]:
         names = ("demo", "demolition")
-        return {"projects": [{"project_id": f"id-of-{name}", "name": name} for name in names]}
+        return {"projects": [{"id": f"id-of-{name}", "name": name} for name in names]}
 
     async def _session_message(self, arguments: Any) -> dict[str, Any]:
         if arguments["message"] == "refuse":
@@ -255,7 +255,7 @@ class FakeServer:
 
         try:
             async with asyncio.timeout(arguments["wait_seconds"]), self._changed:
-                await self._changed.wait_for(lambda: found() or self.status == "ended")
+                await self._changed.wait_for(lambda: found() or self.status == "completed")
         except TimeoutError:
             pass
         return {"session_id": "gogol_1", "status": self.status, "events": found(), "last_index": len(self.events) - 1}

@@ -83,6 +83,7 @@ class Caller:
             pinged=self._pinged,
             failed=self._failed,
             sessions=lambda: list(self._sessions),
+            open_requests=self._errands.open_requests,
         )
         await self._crew.begin()
         try:
@@ -162,14 +163,22 @@ class Caller:
             raise self._failure
         return await self._endpoint.call(operation, arguments, wait_s=answer_in_s)
 
-    def progress(self, progress: float | None = None, total: float | None = None, message: str | None = None) -> None:
-        """Tell the droid that the tool which calls this is getting on; it may extend the call's deadline.
+    def progress(
+        self,
+        progress: float | None = None,
+        total: float | None = None,
+        message: str | None = None,
+        *,
+        extend_s: float | None = None,
+    ) -> None:
+        """Tell the droid how far the tool is that calls this; `extend_s` from now on it may take, up to a bound.
 
         Outside a tool this does nothing. From a threaded tool it is safe as well.
         """
         errand = current.get()
         if errand is not None:
-            self._loop.call_soon_threadsafe(self._send_progress, errand, progress, total, message)
+            told = {"progress": progress, "total": total, "message": message, "extend_seconds": extend_s}
+            self._loop.call_soon_threadsafe(self._send_progress, errand, told)
 
     async def project_id(self, project: str) -> str:
         """The id of a project given by id or by its exact name. Raises `NotFound`."""
@@ -181,7 +190,7 @@ class Caller:
         found = [one for one in page["projects"] if one["name"] == project]
         if len(found) != 1:
             raise NotFound(f"{len(found)} projects are named {project!r}; give the id of one that exists")
-        return found[0]["project_id"]
+        return found[0]["id"]
 
     @property
     def declaration(self) -> int:
@@ -210,20 +219,18 @@ class Caller:
         self._lanes.post(messages.pong(ping_id), _not_looked_at)
 
     async def _fetch_arguments(self, asked: messages.Announced) -> msgspec.Raw:
-        page = await self.call("caller_tool_pending", session_id=asked.session_id, request_id=asked.request_id)
+        page = await self.call("caller_tool_pending", session_id=asked.session_id)
         for one in page.get("requests", []):
             if one["request_id"] == asked.request_id:
                 return msgspec.Raw(msgspec.json.encode(one["arguments"]))
         raise NotFound("the call ended before its arguments could be fetched")
 
-    def _send_progress(self, errand: Errand, progress: float | None, total: float | None, message: str | None) -> None:
+    def _send_progress(self, errand: Errand, told: dict[str, Any]) -> None:
         if errand.over:
             return
-        told = {"progress": progress, "total": total, "message": message}
-        arguments: dict[str, Any] = {
-            "session_id": errand.asked.session_id,
-            "request_id": errand.asked.request_id,
-        } | {name: value for name, value in told.items() if value is not None}
+        arguments: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        arguments["session_id"] = errand.asked.session_id
+        arguments["request_id"] = errand.asked.request_id
         body = messages.tool_call(self._endpoint.next_id(), "caller_tool_progress", arguments)
         self._lanes.post(body, _not_looked_at)
 

@@ -93,6 +93,14 @@ class Errands:
             if errand.task is not None:
                 errand.task.cancel()
 
+    def open_requests(self, session_id: str) -> list[str]:
+        """The requests of a session that are being worked on, or whose answers are on their way."""
+        return [
+            request_id
+            for request_id, errand in self._known.items()
+            if not errand.over and errand.asked.session_id == session_id
+        ]
+
     def replaced(self, errand: Errand, error: str) -> None:
         """The server cannot take this answer as it is; say so to the droid instead."""
         self._finish(errand, error=error)

@@ -8,6 +8,8 @@ from oubliette.caller.errors import CallerError, refusal
 from oubliette.caller.sse import Frames
 
 PROTOCOL_VERSION = "2025-11-25"
+# Where a tool result that is an error carries its machine word.
+ERROR_META = "dev.oubliette/error"
 
 
 class Announced(msgspec.Struct):
@@ -45,6 +47,7 @@ class ToolResult(msgspec.Struct):
     isError: bool = False
     structuredContent: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     content: list[dict[str, Any]] = []
+    meta: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="_meta")
 
 
 class Reply(msgspec.Struct):
@@ -104,7 +107,7 @@ def failure_in(result: ToolResult) -> CallerError | None:
     details: dict[str, Any] = {}
     if result.structuredContent is not msgspec.UNSET:
         details = _object(msgspec.json.decode(result.structuredContent))
-    details = _object(details.get("error")) or details
+    details = _object(result.meta.get(ERROR_META)) or _object(details.get("error")) or details
     kind, message = details.get("kind"), details.get("message")
     text = "\n".join(str(block.get("text", "")) for block in result.content)
     return refusal(

@@ -28,6 +28,7 @@ class Presence:
         pinged: Callable[[int | str], None],
         failed: Callable[[CallerError], None],
         sessions: Callable[[], Iterable[str]],
+        open_requests: Callable[[str], list[str]],
     ) -> None:
         self._endpoint = endpoint
         self._crew = crew
@@ -35,6 +36,7 @@ class Presence:
         self._pinged = pinged
         self._failed = failed
         self._sessions = sessions
+        self._open_requests = open_requests
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._frames = Frames()
         self._is_open = False
@@ -114,8 +116,9 @@ class Presence:
 
     async def _poll(self, session_id: str) -> None:
         patience = Patience()
-        arguments = {"session_id": session_id, "wait_seconds": POLL_WAIT_S}
         while True:
+            known = self._open_requests(session_id)
+            arguments = {"session_id": session_id, "known": known, "wait_seconds": POLL_WAIT_S}
             try:
                 page = await self._endpoint.call("caller_tool_poll", arguments, wait_s=POLL_WAIT_S)
             except Unreachable:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PAGE_EVENTS = 200
 PAGE_WAIT_S = 25.0
 # States that a session does not leave.
-OVER = frozenset({"ended", "completed", "failed", "timed_out"})
+OVER = frozenset({"completed", "failed", "timed_out"})
 
 
 @dataclass(frozen=True, slots=True)
