@@ -7,6 +7,7 @@
     ├── InvalidParams           a parameter is missing, of the wrong type or out of range
     │   └── InvalidArguments    a caller tool's arguments do not fit its schema
     ├── UnknownTool             no such tool
+    ├── MethodUnknown           no such method on this door
     ├── Conflict                the thing is not in a state that allows this
     │   └── CallKeyReused       the same call key for another call
     ├── TooMany                 a bound on a number is reached
@@ -59,6 +60,10 @@ class InvalidParams(OublietteError):
 
 class InvalidArguments(InvalidParams):
     kind = "invalid_arguments"
+
+
+class MethodUnknown(OublietteError):
+    kind = "unknown_method"
 
 
 class UnknownTool(OublietteError):

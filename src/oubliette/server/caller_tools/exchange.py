@@ -364,19 +364,24 @@ class Exchange:
         told: CallerToolProgress,
         *,
         extend_s: float | None,
-    ) -> CallerToolProgress:
-        """Pass the caller's progress to the droid; `extend_s` moves the deadline, up to its maximum."""
+        door: str,
+    ) -> float | None:
+        """Pass the caller's progress to the droid; `extend_s` moves the deadline, up to its maximum.
+
+        The deadline after that, or None where the request is not pending or not the actor's.
+        """
         one = self._desk(session_id).open.get(request_id)
         if one is None or one.call.owner != actor.principal:
-            raise NotFound(f"no pending request {request_id} of yours in session {session_id}")
+            return None
         now = self._clock.now()
+        deadline_at = one.call.deadline_at
         if extend_s is not None:
-            deadline = min(one.call.deadline_max_at, max(one.call.deadline_at, now + extend_s))
-            told = msgspec.structs.replace(told, deadline_at=deadline)
-        entry = audit.entry(actor, door="mcp", operation="caller_tool_progress", outcome="ok", target=request_id)
+            deadline_at = min(one.call.deadline_max_at, max(deadline_at, now + extend_s))
+            told = msgspec.structs.replace(told, deadline_at=deadline_at)
+        entry = audit.entry(actor, door=door, operation="caller_tool_progress", outcome="ok", target=request_id)
 
         async def write(tx: Tx) -> int | None:
-            if told.deadline_at is not None and not await calls.extend(tx, request_id, told.deadline_at):
+            if not await calls.extend(tx, request_id, deadline_at):
                 return None
             last = await self._events.append(tx, session_id, (told,), now)
             await audit.write(tx, now, entry)
@@ -384,9 +389,9 @@ class Exchange:
 
         last = await self._database.write(write)
         if last is None:
-            raise NotFound(f"request {request_id} is no longer pending")
-        if told.deadline_at is not None:
-            one.call = replace(one.call, deadline_at=told.deadline_at)
+            return None
+        if deadline_at != one.call.deadline_at:
+            one.call = replace(one.call, deadline_at=deadline_at)
             self._arm(one)
         self._following.wake(session_id, last)
         heard = relay.Progress(
@@ -394,7 +399,7 @@ class Exchange:
         )
         for hear in tuple(one.hears):
             hear(heard)
-        return told
+        return deadline_at
 
     async def poll(self, session_id: str, known: frozenset[str], wait_s: float) -> list[Announcement]:
         """Requests that the poller does not know yet and no other carrier has; waits for the first, so long at most."""

@@ -6,13 +6,21 @@ are the types that the code uses.
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from oubliette.server import audit
+from oubliette.server.caller_tools.exchange import Exchange
+from oubliette.server.clock import Clock
+from oubliette.server.events.following import Following
+from oubliette.server.events.log import EventLog
+from oubliette.server.sessions.sessions import Sessions
+from oubliette.server.storage.database import Database
 from oubliette.server.tokens.token import Actor, Scope
+from oubliette.server.tokens.tokens import Tokens
 
 P = TypeVar("P", bound=msgspec.Struct)
 
@@ -23,6 +31,7 @@ class Target(StrEnum):
     NOTHING = "nothing"
     PROJECT = "project"
     SESSION = "session"
+    SESSION_OR_PROJECT = "session or project"
     OWNED_SESSION = "owned session"  # only its owner
 
 
@@ -51,7 +60,25 @@ class Asked:
     door: str  # "mcp", "relay", "local"
     stream_id: str | None = None  # the MCP session that asked; its streams become carriers of what it touches
     followed: Followed | None = None
-    call_key: str | None = None
+
+    def entry(self, operation: str, target: str | None = None, outcome: str = "ok") -> audit.Entry:
+        """The audit entry of this call."""
+        return audit.entry(self.actor, door=self.door, operation=operation, outcome=outcome, target=target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """What operations stand on."""
+
+    database: Database
+    clock: Clock
+    tokens: Tokens
+    events: EventLog
+    following: Following
+    exchange: Exchange
+    sessions: Sessions
+    timeout_max_s: float
+    forget_workspace: Callable[[str, str | None], None]  # removes the folder(s) of a project or workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +88,12 @@ class Operation(Generic[P]):
     target: Target
     params: type[P]
     summary: str  # honest, for a model to read
-    run: Callable[[Asked, P], Awaitable[msgspec.Struct]]
+    run: Callable[[Rooms, Asked, P], Awaitable[msgspec.Struct]]
     result: type[msgspec.Struct]
-    writes: bool  # leaves an audit row
+    writes: bool  # changes something, and leaves an audit row in the transaction that does
+    refused: Callable[[Any], bool] | None = None  # whether a result tells of a refusal
     title: str = ""
-    hints: dict[str, bool] = field(default_factory=dict[str, bool])  # MCP annotations, only where true
+    destructive: bool = False  # loses something that cannot be had back
+    everywhere: bool = False  # beyond any one project: not for a token that is narrowed to one
     inside: bool = True  # whether it may be asked out of a box at all
     derived: bool = True  # whether a key that the server derived for a box may ask it

@@ -300,9 +300,6 @@ class Sessions:
 
     async def end(self, actor: Actor, door: str, session_id: str) -> rows.Session:
         """End a session with its droid, children, pending calls and derived key. Ending twice is no error."""
-        for child in await self._rooms.database.read(lambda tx: rows.children(tx, session_id)):
-            if child.is_live:
-                await self.end(actor, door, child.id)
         now = self._rooms.clock.now()
 
         async def write(tx: Tx) -> tuple[rows.Session, bool]:
@@ -329,9 +326,16 @@ class Sessions:
             return await rows.get(tx, session_id), True
 
         session, changed = await self._rooms.database.write(write)
+        # After it: a session that has ended starts no more children.
+        await self._end_children(actor, door, session_id)
         if changed:
             await self._let_go(session_id, "the session was ended")
         return session
+
+    async def _end_children(self, actor: Actor, door: str, session_id: str) -> None:
+        for child in await self._rooms.database.read(lambda tx: rows.children(tx, session_id)):
+            if child.is_live:
+                await self.end(actor, door, child.id)
 
     async def cancel(self, actor: Actor, door: str, session_id: str) -> bool:
         """Cancel the open turn; what is queued stays queued."""
@@ -349,10 +353,7 @@ class Sessions:
         self._tasks.create_task(self._end_rest(session_id))
 
     async def _end_rest(self, session_id: str) -> None:
-        server = Actor(principal="server", scope=Scope.ADMIN)
-        for child in await self._rooms.database.read(lambda tx: rows.children(tx, session_id)):
-            if child.is_live:
-                await self.end(server, "server", child.id)
+        await self._end_children(Actor(principal="server", scope=Scope.ADMIN), "server", session_id)
         now = self._rooms.clock.now()
         await self._rooms.database.write(lambda tx: tokens.revoke_derived(tx, session_id, now))
         await self._let_go(session_id, "the session ended")

@@ -1,0 +1,262 @@
+"""What may be asked out of a box, and on whose authority.
+
+A call of a caller's tool and a child session rest on the session itself; the platform's tools rest on a key that is
+verified at every call. Whatever the key, the asking comes from inside: the gate knows it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from oubliette.server import audit
+from oubliette.server.caller_tools.exchange import REFUSALS, Exchange
+from oubliette.server.droids.driver import KeeperLink
+from oubliette.server.endpoints import failures
+from oubliette.server.errors import Forbidden, OublietteError, Unauthenticated, UnknownTool
+from oubliette.server.limits import PENDING_CALLS_PER_SESSION
+from oubliette.server.operations.gate import Gate
+from oubliette.server.operations.once import Once
+from oubliette.server.operations.operation import Asked, Operation, Rooms
+from oubliette.server.operations.schemas import schema
+from oubliette.server.sessions.boxes import Boxes
+from oubliette.server.storage.database import Tx
+from oubliette.server.tokens.token import Actor, Scope
+from oubliette.wire import relay
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Keepers(Protocol):
+    """Where a keeper's words about its processes go. Implemented by `droids.processes`."""
+
+    async def acks(self, box_id: str) -> dict[str, int]: ...
+    def attached(self, box_id: str, link: KeeperLink, states: list[relay.ProcessState]) -> None: ...
+    def detached(self, box_id: str, link: KeeperLink) -> None: ...
+    def stdout(self, box_id: str, frame: relay.Stdout) -> None: ...
+    def exited(self, box_id: str, process_id: str, exit_code: int | None, exit_signal: int | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    timeout_s: float
+    timeout_max_s: float
+    client_grace_s: float
+    abandoned_after_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Boxed:
+    rooms: Rooms
+    gate: Gate
+    boxes: Boxes
+    keepers: Keepers
+    once: Once
+    times: Times
+    tasks: asyncio.TaskGroup
+    mark: Callable[[str], None]
+    _leaving: dict[tuple[str, str], asyncio.TimerHandle] = field(
+        default_factory=dict[tuple[str, str], asyncio.TimerHandle]
+    )
+
+    @property
+    def _exchange(self) -> Exchange:
+        return self.rooms.exchange
+
+    # -- who comes and goes -------------------------------------------------------------------------------------
+
+    async def attached(self, session_id: str, box_id: str, asked: relay.Attach) -> relay.Attached:
+        session = await self.rooms.sessions.get(session_id)
+        declaration = self._exchange.declaration(session_id)
+        return relay.Attached(
+            session_id=session_id,
+            depth=session.depth,
+            protocol=asked.protocol,
+            limits=relay.Limits(pending_calls=PENDING_CALLS_PER_SESSION),
+            call_timeout_s=self.times.timeout_s,
+            call_timeout_max_s=self.times.timeout_max_s,
+            caller_tools=declaration is not None and bool(declaration.tools),
+            abandoned_after_s=self.times.abandoned_after_s,
+            acks=await self.keepers.acks(box_id) if asked.role == "keeper" else {},
+        )
+
+    def client_attached(self, session_id: str, instance: str) -> None:
+        timer = self._leaving.pop((session_id, instance), None)
+        if timer is not None:
+            timer.cancel()
+
+    def client_left(self, session_id: str, instance: str) -> None:
+        """A client's last connection closed: its open calls wait a while for the same instance to return."""
+        if instance not in self._exchange.instances(session_id):
+            return
+        loop = asyncio.get_running_loop()
+        key = (session_id, instance)
+        older = self._leaving.pop(key, None)
+        if older is not None:
+            older.cancel()
+        self._leaving[key] = loop.call_later(self.times.client_grace_s, self._client_gone, session_id, instance)
+
+    def _client_gone(self, session_id: str, instance: str) -> None:
+        self._leaving.pop((session_id, instance), None)
+        self.tasks.create_task(self._exchange.client_gone(session_id, instance))
+
+    def expect_clients(self, session_ids: list[str]) -> None:
+        """After a restart: clients with open calls have their grace to connect again."""
+        for session_id in session_ids:
+            for instance in self._exchange.instances(session_id):
+                self.client_left(session_id, instance)
+
+    # -- caller tools -------------------------------------------------------------------------------------------
+
+    async def caller_tool(
+        self, session_id: str, asked: relay.CallerTool, instance: str | None, hear: Callable[[relay.Progress], None]
+    ) -> bytes:
+        try:
+            result = await self._exchange.call(session_id, asked, instance=instance, hear=hear)
+        except REFUSALS as refusal:
+            await self._refused(session_id, "caller_tool", refusal, asked.tool[:128])
+            raise
+        self.mark("call:before_reply")
+        return result
+
+    async def cancel(self, session_id: str, asked: relay.Cancel) -> None:
+        await self._exchange.cancel(session_id, asked.call_key, asked.reason[:200])
+
+    def listed(self, session_id: str) -> None:
+        live = self.rooms.sessions.live(session_id)
+        if live is not None:
+            live.listed()
+
+    def config(self, session_id: str) -> relay.CallerToolsConfig | None:
+        declaration = self._exchange.declaration(session_id)
+        if declaration is None:
+            return None
+        return relay.CallerToolsConfig(caller_id=declaration.caller_id, tools=declaration.config_tools())
+
+    # -- the platform's tools -----------------------------------------------------------------------------------
+
+    async def _actor(self, session_id: str, api_key: str, operation: str) -> Actor:
+        try:
+            return await self.rooms.tokens.verify(api_key, session_id=session_id)
+        except Unauthenticated as refusal:
+            await self._refused(session_id, operation, refusal, None)
+            raise
+
+    async def oubliette_tools(self, session_id: str, asked: relay.OublietteTools) -> object:
+        actor = await self._actor(session_id, asked.api_key, "oubliette_tools")
+        await self.note(audit.entry(actor, door="relay", operation="oubliette_tools", outcome="ok"))
+        return {"tools": [_shown(operation) for operation in self.gate.offered(actor)]}
+
+    async def oubliette_call_tool(self, session_id: str, asked: relay.OublietteCallTool) -> object:
+        actor = await self._actor(session_id, asked.api_key, "oubliette_call_tool")
+        arguments = _encode_sorted(asked.arguments)
+        operation = self.gate.find(asked.tool)
+
+        async def work() -> bytes:
+            return _encode(await self._operate(Asked(actor=actor, door="relay"), asked.tool, arguments))
+
+        if operation is None or not operation.writes:
+            outcome = await work()
+            # What writes leaves its row in its own transaction; a read leaves one here.
+            target = asked.tool[:128]
+            await self.note(
+                audit.entry(actor, door="relay", operation="oubliette_call_tool", outcome="ok", target=target)
+            )
+        else:
+            outcome = await self.once.run(session_id, asked.call_key, asked.tool, arguments, work)
+        self.mark("operation:before_reply")
+        return msgspec.Raw(outcome)
+
+    async def _operate(self, asked: Asked, name: str, arguments: bytes) -> dict[str, Any]:
+        """An operation as an MCP result: what the tool itself refuses is a result with `isError`."""
+        try:
+            result = await self.gate.call(asked, name, arguments)
+        except (Unauthenticated, Forbidden, UnknownTool):
+            raise
+        except OublietteError as failure:
+            told = failures.as_rpc(failure)
+            meta = {"dev.oubliette/error": {"code": told.code, **(told.data or {})}}
+            return {"content": [{"type": "text", "text": failure.message}], "isError": True, "_meta": meta}
+        encoded = _encode(result)
+        operation = self.gate.find(name)
+        is_error = operation is not None and operation.refused is not None and operation.refused(result)
+        return {
+            "content": [{"type": "text", "text": encoded.decode()}],
+            "structuredContent": msgspec.Raw(encoded),
+            "isError": is_error,
+        }
+
+    # -- child sessions -----------------------------------------------------------------------------------------
+
+    async def _creator(self, session_id: str) -> Actor:
+        """The authority of the session's creator at this moment, as far as a droid has it: its own tree."""
+        session = await self.rooms.sessions.get(session_id)
+        if session.token_id is None or not await self.rooms.tokens.is_live(session.token_id):
+            refusal = Unauthenticated("the token that started this session is revoked or expired")
+            await self._refused(session_id, "session_message", refusal, None)
+            raise refusal
+        return Actor(
+            principal=f"session:{session_id}",
+            scope=Scope.WRITE,
+            token_id=session.token_id,
+            project_id=session.project_id,
+            session_id=session_id,
+            derived=True,
+        )
+
+    async def session_message(self, session_id: str, asked: relay.SessionMessage) -> object:
+        actor = await self._creator(session_id)
+        told: dict[str, Any] = {"message": asked.message, "wait_seconds": asked.wait_seconds}
+        for name in ("session_id", "workspace_id", "create_workspace"):
+            value = getattr(asked, name)
+            if value:
+                told[name] = value
+        arguments = _encode_sorted(told)
+
+        async def work() -> bytes:
+            return _encode(await self.gate.call(Asked(actor=actor, door="relay"), "session_message", arguments))
+
+        return msgspec.Raw(await self.once.run(session_id, asked.call_key, "session_message", arguments, work))
+
+    async def session_events(self, session_id: str, asked: relay.SessionEvents) -> object:
+        actor = await self._creator(session_id)
+        return await self.gate.call(Asked(actor=actor, door="relay"), "session_events", _encode(asked))
+
+    # -- audit --------------------------------------------------------------------------------------------------
+
+    async def note(self, entry: audit.Entry) -> None:
+        now = self.rooms.clock.now()
+
+        async def write(tx: Tx) -> None:
+            await audit.write(tx, now, entry)
+
+        await self.rooms.database.write(write)
+
+    async def _refused(self, session_id: str, operation: str, refusal: OublietteError, target: str | None) -> None:
+        await self.note(
+            audit.Entry(
+                door="relay",
+                operation=operation,
+                outcome=f"refused: {refusal.kind}",
+                session_id=session_id,
+                target=target,
+            )
+        )
+
+
+def _shown(operation: Operation[Any]) -> dict[str, Any]:
+    """An operation as a tool definition."""
+    return {
+        "name": operation.name,
+        "title": operation.title,
+        "description": operation.summary,
+        "inputSchema": schema(operation.params),
+        "outputSchema": schema(operation.result),
+        "annotations": {"readOnlyHint": not operation.writes, "destructiveHint": operation.destructive},
+    }

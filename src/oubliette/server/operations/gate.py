@@ -1,0 +1,107 @@
+"""One gate in front of every door: may this actor do this, to that?
+
+`offered` is what a door lists, `call` is what it runs, and both ask the same `allowed`. The project of a thing is
+resolved from the thing. A refusal leaves an audit row of its own; what is done leaves one in its transaction.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from oubliette.server import audit
+from oubliette.server.errors import Forbidden, InvalidParams, NotFound, OublietteError, UnknownTool
+from oubliette.server.operations.catalogue import OPERATIONS
+from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.sessions.rows import Session
+from oubliette.server.storage.database import Tx
+from oubliette.server.tokens.token import Actor
+
+
+def allowed(operation: Operation[Any], actor: Actor) -> bool:
+    """Whether this actor may ask for this operation at all, whatever its target."""
+    if not actor.scope.covers(operation.scope):
+        return False
+    if actor.inside and not operation.inside:
+        return False
+    if actor.derived and not operation.derived:
+        return False
+    return not (actor.project_id is not None and operation.everywhere)
+
+
+class Gate:
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._operations = {operation.name: operation for operation in OPERATIONS}
+
+    def offered(self, actor: Actor) -> Sequence[Operation[Any]]:
+        """What this actor may call, by name."""
+        return [one for _, one in sorted(self._operations.items()) if allowed(one, actor)]
+
+    def find(self, name: str) -> Operation[Any] | None:
+        return self._operations.get(name)
+
+    async def call(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> msgspec.Struct:
+        """Run an operation, or raise why not. `arguments` is its parameters, or their JSON."""
+        operation = self._operations.get(name)
+        if operation is None:
+            raise UnknownTool(f"no tool is named {name!r}")
+        try:
+            if not allowed(operation, asked.actor):
+                raise Forbidden(f"{name} is not allowed for this token's scope ({asked.actor.scope.value})")
+            params = _params(operation, arguments)
+            await self._check_target(operation, asked.actor, params)
+        except OublietteError as refusal:
+            if operation.writes or isinstance(refusal, Forbidden):
+                await self._refused(asked, name, refusal.kind)
+            raise
+        return await operation.run(self._rooms, asked, params)
+
+    async def _check_target(self, operation: Operation[Any], actor: Actor, params: Any) -> None:
+        """A narrowed token sees its project and nothing else; a derived key in it, its own tree of sessions."""
+        if operation.target is Target.NOTHING:
+            return
+        if operation.target is Target.PROJECT:
+            self._check_project(actor, params.project_id)
+            return
+        session_id: str | None = params.session_id
+        if session_id is None:
+            self._check_project(actor, params.project_id)
+            return
+        session = await self._rooms.sessions.get(session_id)
+        self._check_project(actor, session.project_id)
+        if actor.derived and actor.session_id is not None:
+            await self._rooms.sessions.check_descends(session_id, actor.session_id)
+        if operation.target is Target.OWNED_SESSION:
+            check_owner(actor, session)
+
+    @staticmethod
+    def _check_project(actor: Actor, project_id: str | None) -> None:
+        if actor.project_id is not None and project_id not in (None, actor.project_id):
+            raise NotFound(f"no project {project_id!r} for this token")
+
+    async def _refused(self, asked: Asked, name: str, kind: str) -> None:
+        entry = audit.entry(asked.actor, door=asked.door, operation=name, outcome=f"refused: {kind}")
+        now = self._rooms.clock.now()
+
+        async def write(tx: Tx) -> None:
+            await audit.write(tx, now, entry)
+
+        await self._rooms.database.write(write)
+
+
+def check_owner(actor: Actor, session: Session) -> None:
+    if actor.principal != session.owner or actor.derived:
+        raise Forbidden(f"only the token that started session {session.id} may do this")
+
+
+def _params(operation: Operation[Any], arguments: bytes | dict[str, Any]) -> Any:
+    try:
+        if isinstance(arguments, dict):
+            # By way of JSON: parameters that pass on free-form JSON hold it raw.
+            arguments = msgspec.json.encode(arguments)
+        return msgspec.json.decode(arguments, type=operation.params)
+    except msgspec.ValidationError as error:
+        raise InvalidParams(f"invalid parameters: {error}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidParams(f"invalid parameters: not JSON ({error})") from None

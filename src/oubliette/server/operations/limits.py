@@ -1,0 +1,91 @@
+"""The operation that tells the bounds in force."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from oubliette.server.limits import PENDING_CALLS_PER_SESSION, QUEUED_MESSAGES_PER_SESSION
+from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.projects import projects
+from oubliette.server.sessions import rows
+from oubliette.server.storage.database import Tx
+from oubliette.server.tokens.token import Scope
+
+
+class ConfigLimits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    project_id: str
+    session_id: Annotated[str | None, Meta(description="Adds what is left for this session.")] = None
+
+
+class Bound(msgspec.Struct, kw_only=True):
+    value: int
+    source: str
+
+
+class SessionLeft(msgspec.Struct, kw_only=True):
+    session_id: str
+    depth: int
+    remaining_depth: int
+    remaining_agents: int
+    pending_calls: int
+
+
+class LimitsShown(msgspec.Struct, kw_only=True):
+    project_id: str
+    max_recursion_depth: Bound
+    max_agents_per_session: Bound
+    sessions_per_project: Bound
+    pending_calls_per_session: Bound
+    queued_messages_per_session: Bound
+    session: SessionLeft | None = None
+
+
+def _bound(override: int | None, default: int) -> Bound:
+    if override is None or override >= default:
+        return Bound(value=default, source="server")
+    return Bound(value=override, source="project")
+
+
+async def show(rooms: Rooms, asked: Asked, params: ConfigLimits) -> LimitsShown:
+    del asked
+    bounds = rooms.sessions.bounds
+
+    async def read(tx: Tx) -> LimitsShown:
+        project = await projects.get(tx, params.project_id)
+        shown = LimitsShown(
+            project_id=project.id,
+            max_recursion_depth=_bound(project.settings.get("max_recursion_depth"), bounds.max_depth),
+            max_agents_per_session=_bound(project.settings.get("max_agents_per_session"), bounds.max_descendants),
+            sessions_per_project=Bound(value=bounds.sessions_per_project, source="server"),
+            pending_calls_per_session=Bound(value=PENDING_CALLS_PER_SESSION, source="fixed"),
+            queued_messages_per_session=Bound(value=QUEUED_MESSAGES_PER_SESSION, source="fixed"),
+        )
+        if params.session_id is not None:
+            session = await rows.get(tx, params.session_id)
+            spent = await rows.count_descendants(tx, session.root_id)
+            shown.session = SessionLeft(
+                session_id=session.id,
+                depth=session.depth,
+                remaining_depth=max(0, session.choices.max_depth - session.depth),
+                remaining_agents=max(0, session.choices.max_descendants - spent),
+                pending_calls=rooms.exchange.pending_count(session.id),
+            )
+        return shown
+
+    return await rooms.database.read(read)
+
+
+OPERATIONS = (
+    Operation(
+        name="config_limits",
+        title="Show limits",
+        scope=Scope.READ,
+        target=Target.PROJECT,
+        params=ConfigLimits,
+        result=LimitsShown,
+        summary="Show the bounds on a project's sessions, each with where it comes from, and what a session has left.",
+        run=show,
+        writes=False,
+    ),
+)

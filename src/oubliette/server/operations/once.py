@@ -1,0 +1,117 @@
+"""A writing request out of a box happens at most once per call key.
+
+Its row is `running` before the operation begins and holds the outcome after it. The same key again joins what runs
+here, or gets the stored outcome; a row found running that nothing here runs was cut off by a crash, and is answered
+`outcome_unknown` rather than run again blindly.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+
+from oubliette.server import ids
+from oubliette.server.clock import Clock
+from oubliette.server.errors import CallKeyReused, InvalidParams, OutcomeUnknown
+from oubliette.server.storage.database import Database, Row, Tx
+from oubliette.wire.relay import CALL_KEY_MAX
+
+KIND = "operation"
+
+
+class Once:
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._running: dict[tuple[str, str], asyncio.Future[bytes]] = {}
+
+    async def run(
+        self,
+        session_id: str,
+        call_key: str | None,
+        tool: str,
+        arguments: bytes,
+        work: Callable[[], Awaitable[bytes]],
+    ) -> bytes:
+        """Do the work and keep its outcome, or give what the same key got before."""
+        key = call_key or ids.new_key()
+        if len(key) > CALL_KEY_MAX:
+            raise InvalidParams(f"a call key has at most {CALL_KEY_MAX} characters")
+        digest = hashlib.sha256(tool.encode() + b"\0" + arguments).digest()
+        found = await self._enter(session_id, key, tool, digest)
+        if found is not None:
+            return await self._again(session_id, key, digest, found)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._running[session_id, key] = future
+        try:
+            outcome = await work()
+            await self._leave(session_id, key, "done", outcome)
+            future.set_result(outcome)
+            return outcome
+        except Exception as failure:
+            # What is raised instead of an outcome changed nothing: the key is free for another try.
+            await self._drop(session_id, key)
+            future.set_exception(failure)
+            future.exception()
+            raise
+        finally:
+            # Cut off by the end of the server, the row stays `running`: nobody knows.
+            future.cancel()
+            del self._running[session_id, key]
+
+    async def _enter(self, session_id: str, key: str, tool: str, digest: bytes) -> Row | None:
+        now = self._clock.now()
+
+        async def write(tx: Tx) -> Row | None:
+            entered = await tx.run(
+                "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, state, created_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'running', ?) ON CONFLICT (session_id, call_key) DO NOTHING",
+                ids.new_uuid(),
+                session_id,
+                key,
+                KIND,
+                tool,
+                digest,
+                now,
+            )
+            if entered == 1:
+                return None
+            return await tx.one(
+                "SELECT digest, state, outcome FROM calls WHERE session_id = ? AND call_key = ?", session_id, key
+            )
+
+        return await self._database.write(write)
+
+    async def _again(self, session_id: str, key: str, digest: bytes, found: Row) -> bytes:
+        if found[0] != digest:
+            raise CallKeyReused("this call key was used for another call: every call needs a fresh one")
+        if found[1] == "done":
+            return found[2]
+        running = self._running.get((session_id, key))
+        if running is not None:
+            return await asyncio.shield(running)
+        raise OutcomeUnknown(
+            "the server stopped while this call ran: whether it took effect is not known. Look before you repeat it"
+        )
+
+    async def _leave(self, session_id: str, key: str, state: str, outcome: bytes) -> None:
+        now = self._clock.now()
+
+        async def write(tx: Tx) -> None:
+            await tx.run(
+                "UPDATE calls SET state = ?, outcome = ?, ended_at = ? WHERE session_id = ? AND call_key = ?",
+                state,
+                outcome,
+                now,
+                session_id,
+                key,
+            )
+
+        await self._database.write(write)
+
+    async def _drop(self, session_id: str, key: str) -> None:
+        async def write(tx: Tx) -> None:
+            await tx.run(
+                "DELETE FROM calls WHERE session_id = ? AND call_key = ? AND state = 'running'", session_id, key
+            )
+
+        await self._database.write(write)

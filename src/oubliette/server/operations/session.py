@@ -1,0 +1,556 @@
+"""Operations on sessions."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from oubliette.server.caller_tools.declaration import Declaration, OfferedTool, declare
+from oubliette.server.errors import Forbidden, InvalidParams
+from oubliette.server.limits import (
+    EVENTS_PAGE,
+    LIST_MAX,
+    MESSAGE_BYTES,
+    NAME_CHARS,
+    PROMISE_ANSWER_S,
+    PROMISE_POLL_S,
+    WAIT_S_MAX,
+    WATCH_S_MAX,
+)
+from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.operations.watching import Seen, follow, page_of_tree
+from oubliette.server.sessions import rows
+from oubliette.server.sessions.lifecycle import State
+from oubliette.server.sessions.sessions import Messaged, Wanted
+from oubliette.server.storage.database import Tx
+from oubliette.server.tokens.token import Scope
+
+Autonomy = Annotated[
+    Literal["off", "low", "medium", "high"],
+    Meta(description="What the droid may do without asking: off denies whatever asks, the others allow it once."),
+]
+SessionId = Annotated[str, Meta(description="The session's id.")]
+Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Wait so many seconds at most.")]
+
+
+class Context(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a caller lends to a session."""
+
+    caller_id: Annotated[str | None, Meta(description="Prefix of your tools' names in the box, e.g. ant.")] = None
+    caller_tools: list[OfferedTool] | None = None
+    caller_tool_timeout_s: Annotated[float | None, Meta(gt=0)] = None
+    delivery: Annotated[
+        Literal["push", "poll"], Meta(description="poll: you only ever poll, and never count as disconnected.")
+    ] = "push"
+
+
+class _Lending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Parameters that session_message and session_spawn share."""
+
+    workspace_id: Annotated[str | None, Meta(description="Without one, the project's default workspace.")] = None
+    create_workspace: Annotated[bool, Meta(description="Make the workspace if it is missing.")] = False
+    external_id: Annotated[str | None, Meta(max_length=NAME_CHARS)] = None
+    source: Annotated[str | None, Meta(max_length=NAME_CHARS)] = None
+    context: Context | None = None
+    caller_id: Annotated[str | None, Meta(description="The same as context.caller_id.")] = None
+    caller_tools: Annotated[list[OfferedTool] | None, Meta(description="The same as context.caller_tools.")] = None
+    autonomy: Autonomy | None = None
+    oubliette_scope: Annotated[
+        Literal["read", "write"] | None,
+        Meta(
+            description="Give the droid oubliette_* tools by a key of its own: no more than your rights, for this"
+            " project, good in this session only."
+        ),
+    ] = None
+    oubliette_api_key: Annotated[
+        str | None, Meta(description="Give the droid this key of yours instead. It is kept in memory only.")
+    ] = None
+    wait_seconds: Annotated[
+        float, Meta(ge=0, le=WAIT_S_MAX, description="Wait so long at most for the turn to end.")
+    ] = 0
+
+
+class SessionMessage(_Lending, kw_only=True, forbid_unknown_fields=True):
+    project_id: Annotated[str | None, Meta(description="Needed unless session_id is given.")] = None
+    session_id: Annotated[str | None, Meta(description="Send to this very session.")] = None
+    message: Annotated[str, Meta(min_length=1, max_length=MESSAGE_BYTES)]
+    interrupt: Annotated[bool, Meta(description="Cancel the running turn first.")] = False
+
+
+class SessionSpawn(_Lending, kw_only=True, forbid_unknown_fields=True):
+    project_id: Annotated[str | None, Meta(description="Needed except inside a box, where it is the session's.")] = None
+    message: Annotated[str, Meta(min_length=1, max_length=MESSAGE_BYTES)]
+
+
+class SessionMessaged(msgspec.Struct, kw_only=True, omit_defaults=True):
+    session_id: str
+    spawned: bool
+    workspace_id: str
+    workspace_created: bool
+    last_event_index: Annotated[int, Meta(description="Events after this one are about this message; -1: all.")]
+    turn: int
+    status: str
+    caller_tools: Annotated[dict[str, str] | None, Meta(description="Your tools' names as the droid sees them.")] = None
+    pending_caller_requests: Annotated[
+        int, Meta(description="Calls of your tools that wait: caller_tool_pending shows them.")
+    ] = 0
+    result: Annotated[str | None, Meta(description="The turn's text, where wait_seconds saw its end.")] = None
+    stop_reason: str | None = None
+    error: str | None = None
+
+
+class SessionNamed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    session_id: SessionId
+
+
+class SessionGet(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    session_id: SessionId
+    turns: Annotated[int, Meta(ge=0, le=100, description="Show so many of the newest turns.")] = 1
+
+
+class SessionList(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    project_id: str
+    status: Annotated[list[State], Meta(description="Only sessions in one of these states.")] = []
+    parent_session_id: Annotated[str | None, Meta(description="Only children of this one.")] = None
+    limit: Annotated[int, Meta(ge=1, le=LIST_MAX)] = 50
+    offset: Annotated[int, Meta(ge=0)] = 0
+
+
+class TurnShown(msgspec.Struct, kw_only=True, omit_defaults=True):
+    turn: int
+    status: str
+    prompt: str
+    created_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    stop_reason: str | None = None
+    text: str | None = None
+    error: str | None = None
+    usage: dict[str, Any] | None = None
+
+
+class SessionShown(msgspec.Struct, kw_only=True, omit_defaults=True):
+    session_id: str
+    project_id: str
+    workspace_id: str
+    status: str
+    reason: str | None = None
+    parent_session_id: str | None = None
+    depth: int
+    autonomy: str
+    oubliette_scope: str | None = None
+    caller_id: str | None = None
+    caller_tools: dict[str, str] | None = None
+    turn_count: int
+    last_index: int
+    created_at: float
+    updated_at: float
+    ended_at: float | None = None
+    external_id: str | None = None
+    source: str | None = None
+    children: list[str] | None = None
+    pending_caller_requests: int = 0
+    turns: list[TurnShown] | None = None
+
+
+class SessionsShown(msgspec.Struct, kw_only=True):
+    sessions: list[SessionShown]
+
+
+class SessionEnded(msgspec.Struct, kw_only=True):
+    session_id: str
+    status: str
+
+
+class SessionCancelled(msgspec.Struct, kw_only=True):
+    session_id: str
+    cancelled: Annotated[bool, Meta(description="Whether a turn was open.")]
+
+
+class SessionEvents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    session_id: SessionId
+    since_index: Annotated[int, Meta(ge=-1, description="Events after this one; -1: from the start.")] = -1
+    max_events: Annotated[int, Meta(ge=1, le=EVENTS_PAGE)] = 100
+    wait_seconds: Wait = 0
+    include_children: Annotated[
+        bool, Meta(description="Events of the sessions below, too, merged by time; page on by cursor.")
+    ] = False
+    cursor: Annotated[str | None, Meta(description="The cursor of the page before, with include_children.")] = None
+
+
+class SessionWatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    session_id: SessionId
+    since_index: Annotated[int, Meta(ge=-1)] = -1
+    wait_seconds: Annotated[float, Meta(ge=0, le=WATCH_S_MAX, description="Follow for so long at most.")] = WAIT_S_MAX
+    until: Annotated[
+        Literal["idle", "end"], Meta(description="Return when no turn is open or queued, or when the session ended.")
+    ] = "idle"
+    deltas: Annotated[bool, Meta(description="Push token deltas, too.")] = False
+
+
+def _declaration(rooms: Rooms, params: _Lending) -> Declaration | None:
+    """What is lent, from `context` or from the top level; where both speak they must say the same."""
+    context = params.context or Context()
+    for name in ("caller_id", "caller_tools"):
+        inner, outer = getattr(context, name), getattr(params, name)
+        if inner is not None and outer is not None and inner != outer:
+            raise InvalidParams(f"{name} stands in context and at the top level, and they differ: give it once")
+    caller_id = context.caller_id if context.caller_id is not None else params.caller_id
+    tools = context.caller_tools if context.caller_tools is not None else params.caller_tools
+    if caller_id is None and tools is None:
+        return None
+    if caller_id is None:
+        raise InvalidParams("caller_tools need a caller_id: it is the prefix of their names in the box")
+    return declare(
+        caller_id,
+        tools or [],
+        timeout_s=context.caller_tool_timeout_s,
+        timeout_max_s=rooms.timeout_max_s,
+        delivery=context.delivery,
+    )
+
+
+async def _wanted(rooms: Rooms, asked: Asked, params: SessionMessage | SessionSpawn) -> Wanted:
+    if params.oubliette_api_key is not None:
+        if params.oubliette_scope is not None:
+            raise InvalidParams("oubliette_scope and oubliette_api_key are two ways to the same thing: give one")
+        if asked.actor.inside:
+            raise Forbidden("a droid cannot hand keys to other droids")
+        await rooms.tokens.verify(params.oubliette_api_key)
+    if params.oubliette_scope is not None and not asked.actor.scope.covers(Scope(params.oubliette_scope)):
+        raise Forbidden(f"oubliette_scope {params.oubliette_scope} is more than this token's own")
+    return Wanted(
+        message=params.message,
+        workspace_id=params.workspace_id,
+        create_workspace=params.create_workspace,
+        external_id=params.external_id,
+        source=params.source,
+        autonomy=params.autonomy,
+        oubliette_scope=params.oubliette_scope,
+        api_key=params.oubliette_api_key,
+        declaration=_declaration(rooms, params),
+        interrupt=isinstance(params, SessionMessage) and params.interrupt,
+    )
+
+
+async def message(rooms: Rooms, asked: Asked, params: SessionMessage) -> SessionMessaged:
+    wanted = await _wanted(rooms, asked, params)
+    actor, sessions = asked.actor, rooms.sessions
+    if params.session_id is not None:
+        messaged = await sessions.send(actor, asked.door, params.session_id, wanted)
+    elif actor.derived and actor.session_id is not None:
+        messaged = await sessions.spawn_child(actor, asked.door, actor.session_id, wanted)
+    elif params.project_id is None:
+        raise InvalidParams("project_id is missing: say which project, or which session by session_id")
+    else:
+        messaged = await sessions.message(actor, asked.door, params.project_id, wanted)
+    return await _messaged(rooms, asked, messaged, params.wait_seconds)
+
+
+async def spawn(rooms: Rooms, asked: Asked, params: SessionSpawn) -> SessionMessaged:
+    wanted = await _wanted(rooms, asked, params)
+    actor, sessions = asked.actor, rooms.sessions
+    if actor.derived and actor.session_id is not None:
+        messaged = await sessions.spawn_child(actor, asked.door, actor.session_id, wanted)
+    elif params.project_id is None:
+        raise InvalidParams("project_id is missing: say in which project")
+    else:
+        messaged = await sessions.spawn(actor, asked.door, params.project_id, wanted)
+    return await _messaged(rooms, asked, messaged, params.wait_seconds)
+
+
+async def _messaged(rooms: Rooms, asked: Asked, messaged: Messaged, wait_s: float) -> SessionMessaged:
+    session = messaged.session
+    await rooms.sessions.bind(asked.actor, session, asked.stream_id)
+    is_owner = asked.actor.principal == session.owner
+    if wait_s > 0:
+        await follow(
+            rooms, asked, session, Seen(messaged.last_event_index), seconds=wait_s, turn=messaged.turn, until="idle"
+        )
+    if is_owner:
+        rooms.exchange.promise(session.id, PROMISE_ANSWER_S)
+    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=20))
+    turn = next((one for one in turns if one.number == messaged.turn), None)
+    current = await rooms.sessions.get(session.id)
+    declaration = current.declaration if is_owner else None
+    over = turn is not None and turn.ended_at is not None
+    return SessionMessaged(
+        session_id=session.id,
+        spawned=messaged.spawned,
+        workspace_id=session.workspace_id,
+        workspace_created=messaged.workspace_created,
+        last_event_index=messaged.last_event_index,
+        turn=messaged.turn,
+        status=current.state.value,
+        caller_tools=declaration.names() if declaration is not None else None,
+        pending_caller_requests=rooms.exchange.pending_count(session.id) if is_owner else 0,
+        result=turn.text if turn is not None and over else None,
+        stop_reason=turn.stop_reason if turn is not None and over else None,
+        error=turn.error if turn is not None and over else None,
+    )
+
+
+def _turn_shown(turn: rows.Turn) -> TurnShown:
+    return TurnShown(
+        turn=turn.number,
+        status=turn.state.value,
+        prompt=turn.prompt,
+        created_at=turn.created_at,
+        started_at=turn.started_at,
+        ended_at=turn.ended_at,
+        stop_reason=turn.stop_reason,
+        text=turn.text,
+        error=turn.error,
+        usage=turn.usage,
+    )
+
+
+def _shown(rooms: Rooms, session: rows.Session) -> SessionShown:
+    declaration = session.declaration
+    return SessionShown(
+        session_id=session.id,
+        project_id=session.project_id,
+        workspace_id=session.workspace_id,
+        status=session.state.value,
+        reason=session.reason,
+        parent_session_id=session.parent_id,
+        depth=session.depth,
+        autonomy=session.choices.autonomy,
+        oubliette_scope=session.choices.oubliette_scope,
+        caller_id=declaration.caller_id if declaration is not None else None,
+        caller_tools=declaration.names() if declaration is not None else None,
+        turn_count=session.turns,
+        last_index=session.next_index - 1,
+        created_at=session.created_at,
+        updated_at=session.updated_at,
+        ended_at=session.ended_at,
+        external_id=session.external_id,
+        source=session.source,
+        pending_caller_requests=rooms.exchange.pending_count(session.id),
+    )
+
+
+async def get(rooms: Rooms, asked: Asked, params: SessionGet) -> SessionShown:
+    del asked
+
+    async def read(tx: Tx) -> SessionShown:
+        shown = _shown(rooms, await rows.get(tx, params.session_id))
+        shown.children = [child.id for child in await rows.children(tx, params.session_id)]
+        if params.turns:
+            turns = await rows.turns(tx, params.session_id, last=params.turns)
+            shown.turns = [_turn_shown(turn) for turn in turns]
+        return shown
+
+    return await rooms.database.read(read)
+
+
+async def listed(rooms: Rooms, asked: Asked, params: SessionList) -> SessionsShown:
+    async def read(tx: Tx) -> list[rows.Session]:
+        if asked.actor.derived and asked.actor.session_id is not None:
+            # A droid sees its own tree and no other.
+            found = await rows.tree(tx, await rows.get(tx, asked.actor.session_id))
+            return [one for one in found if not params.status or one.state in params.status]
+        return await rows.listed(
+            tx,
+            params.project_id,
+            states=[state.value for state in params.status],
+            parent_id=params.parent_session_id,
+            limit=params.limit,
+            offset=params.offset,
+        )
+
+    return SessionsShown(sessions=[_shown(rooms, one) for one in await rooms.database.read(read)])
+
+
+async def end(rooms: Rooms, asked: Asked, params: SessionNamed) -> SessionEnded:
+    if asked.actor.derived and params.session_id == asked.actor.session_id:
+        raise Forbidden("a droid cannot end its own session: end the turn instead")
+    session = await rooms.sessions.end(asked.actor, asked.door, params.session_id)
+    return SessionEnded(session_id=session.id, status=session.state.value)
+
+
+async def cancel(rooms: Rooms, asked: Asked, params: SessionNamed) -> SessionCancelled:
+    cancelled = await rooms.sessions.cancel(asked.actor, asked.door, params.session_id)
+    return SessionCancelled(session_id=params.session_id, cancelled=cancelled)
+
+
+class EventsShown(msgspec.Struct, kw_only=True, omit_defaults=True):
+    session_id: str
+    status: str
+    last_index: Annotated[int, Meta(description="Of the last event here: the next page is since_index=last_index.")]
+    first_index: Annotated[int, Meta(description="The oldest event that is kept.")]
+    more: bool
+    events: list[Any]
+    completed: bool
+    failed: bool
+    cursor: Annotated[str | None, Meta(description="With include_children: pass it on for the next page.")] = None
+    pending_caller_requests: int = 0
+    final_response: Annotated[str | None, Meta(description="The last turn's text, once no turn is open.")] = None
+
+
+async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsShown:
+    if params.cursor is not None and not params.include_children:
+        raise InvalidParams("cursor goes with include_children")
+    session = await rooms.sessions.get(params.session_id)
+    await rooms.sessions.bind(asked.actor, session, asked.stream_id)
+    seen = Seen(params.since_index)
+    if params.include_children:
+        merged, cursor = await page_of_tree(rooms, session, params.since_index, params.cursor, params.max_events)
+        page = await rooms.events.page(session.id, params.since_index, max_events=1)
+        shown, more, last = merged, len(merged) == params.max_events, page.last_index
+    else:
+        cursor = None
+        page = await rooms.events.page(session.id, params.since_index, max_events=params.max_events)
+        if not page.events and params.wait_seconds > 0:
+            await follow(rooms, asked, session, seen, seconds=params.wait_seconds, until="event")
+            page = await rooms.events.page(session.id, params.since_index, max_events=params.max_events)
+        shown, more, last = page.events, page.last_index < page.end_index, page.last_index
+    _promise(rooms, asked, session)
+    current = await rooms.sessions.get(session.id)
+    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=1))
+    return EventsShown(
+        session_id=session.id,
+        status=current.state.value,
+        last_index=last,
+        first_index=page.first_index,
+        more=more,
+        events=shown,
+        completed=current.state is State.COMPLETED,
+        failed=current.state in (State.FAILED, State.TIMED_OUT),
+        cursor=cursor,
+        pending_caller_requests=rooms.exchange.pending_count(session.id),
+        final_response=turns[-1].text if turns and turns[-1].ended_at is not None else None,
+    )
+
+
+def _promise(rooms: Rooms, asked: Asked, session: rows.Session) -> None:
+    """A page or a watch of the owner promises the next one."""
+    if asked.actor.principal == session.owner and not asked.actor.inside:
+        rooms.exchange.promise(session.id, PROMISE_POLL_S)
+
+
+class Watched(msgspec.Struct, kw_only=True, omit_defaults=True):
+    session_id: str
+    status: str
+    last_index: int
+    ended_by: Annotated[str, Meta(description="idle, end, time, or page: call again from last_index.")]
+    events: Annotated[
+        list[Any], Meta(description="Where this request takes no notifications, the events themselves.")
+    ] = []
+    final_response: str | None = None
+
+
+async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
+    session = await rooms.sessions.get(params.session_id)
+    await rooms.sessions.bind(asked.actor, session, asked.stream_id)
+    seen = Seen(params.since_index, deltas=params.deltas)
+    ended_by = await follow(rooms, asked, session, seen, seconds=params.wait_seconds, until=params.until)
+    _promise(rooms, asked, session)
+    current = await rooms.sessions.get(session.id)
+    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=1))
+    return Watched(
+        session_id=session.id,
+        status=current.state.value,
+        last_index=seen.last_index,
+        ended_by=ended_by,
+        events=seen.kept,
+        final_response=turns[-1].text if turns and turns[-1].ended_at is not None else None,
+    )
+
+
+OPERATIONS = (
+    Operation(
+        name="session_message",
+        title="Send a message",
+        scope=Scope.WRITE,
+        target=Target.SESSION_OR_PROJECT,
+        params=SessionMessage,
+        result=SessionMessaged,
+        summary="Give a droid a message, and lend it your tools. Goes to the workspace's live session, or starts one"
+        " in a box of its own. Returns at once; follow by session_watch, session_events or your stream. A message for"
+        " a busy session waits its turn.",
+        run=message,
+        writes=True,
+    ),
+    Operation(
+        name="session_spawn",
+        title="Start a session",
+        scope=Scope.WRITE,
+        target=Target.PROJECT,
+        params=SessionSpawn,
+        result=SessionMessaged,
+        summary="Start a new session with a first message, whatever else lives in its workspace. Inside a box it is a"
+        " child of the box's session.",
+        run=spawn,
+        writes=True,
+    ),
+    Operation(
+        name="session_get",
+        title="Show a session",
+        scope=Scope.READ,
+        target=Target.SESSION,
+        params=SessionGet,
+        result=SessionShown,
+        summary="Show one session: its state, choices, children, and its newest turns with their text.",
+        run=get,
+        writes=False,
+    ),
+    Operation(
+        name="session_list",
+        title="List sessions",
+        scope=Scope.READ,
+        target=Target.PROJECT,
+        params=SessionList,
+        result=SessionsShown,
+        summary="List a project's sessions, newest first.",
+        run=listed,
+        writes=False,
+    ),
+    Operation(
+        name="session_end",
+        title="End a session",
+        scope=Scope.WRITE,
+        target=Target.SESSION,
+        params=SessionNamed,
+        result=SessionEnded,
+        summary="End a session with its droid, its box, its children, its pending calls and its derived key.",
+        run=end,
+        writes=True,
+        destructive=True,
+    ),
+    Operation(
+        name="session_cancel",
+        title="Cancel a turn",
+        scope=Scope.WRITE,
+        target=Target.SESSION,
+        params=SessionNamed,
+        result=SessionCancelled,
+        summary="Cancel the turn that runs, and the calls it waits for. The session stays, and so do queued messages.",
+        run=cancel,
+        writes=True,
+    ),
+    Operation(
+        name="session_events",
+        title="Read events",
+        scope=Scope.READ,
+        target=Target.SESSION,
+        params=SessionEvents,
+        result=EventsShown,
+        summary="Read a session's log from a cursor on; wait_seconds waits for the next event where there is none yet."
+        " Loop with since_index=last_index: nothing is lost and nothing comes twice.",
+        run=events,
+        writes=False,
+    ),
+    Operation(
+        name="session_watch",
+        title="Watch a session",
+        scope=Scope.READ,
+        target=Target.SESSION,
+        params=SessionWatch,
+        result=Watched,
+        summary="Follow a session while it works: events come as notifications on this request where it takes them,"
+        " else in the result. Returns when the session is idle, ended, or the time is up.",
+        run=watch,
+        writes=False,
+    ),
+)

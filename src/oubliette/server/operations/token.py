@@ -1,0 +1,155 @@
+"""Operations on tokens."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from oubliette.server import audit
+from oubliette.server.limits import NAME_CHARS
+from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.storage.database import Tx
+from oubliette.server.tokens import tokens
+from oubliette.server.tokens.token import Scope, Token
+from oubliette.server.tokens.tokens import Issued
+
+
+class TokenCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="Unique among tokens that live.")]
+    scope: Literal["admin", "write", "read"]
+    expires_in_s: Annotated[float | None, Meta(gt=0, description="Lives so many seconds; without, until revoked.")] = (
+        None
+    )
+
+
+class TokenCreated(msgspec.Struct, kw_only=True):
+    id: str
+    token: Annotated[str, Meta(description="The secret. It is shown this once and stored nowhere.")]
+    name: str
+    scope: str
+    expires_at: float | None
+
+
+class TokenList(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class TokenShown(msgspec.Struct, kw_only=True):
+    id: str
+    name: str
+    scope: str
+    hint: Annotated[str, Meta(description="The secret's last four digits.")]
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+
+
+class TokensShown(msgspec.Struct, kw_only=True):
+    tokens: list[TokenShown]
+
+
+class TokenRevoke(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    token_id: Annotated[str, Meta(description="The public id (tok_…) or the name.")]
+
+
+class TokenRevoked(msgspec.Struct, kw_only=True):
+    id: str
+    name: str
+    revoked: bool
+
+
+async def create(rooms: Rooms, asked: Asked, params: TokenCreate) -> TokenCreated:
+    now = rooms.clock.now()
+    expires_at = now + params.expires_in_s if params.expires_in_s is not None else None
+
+    async def write(tx: Tx) -> Issued:
+        issued = await tokens.issue(
+            tx,
+            name=params.name,
+            scope=Scope(params.scope),
+            now=now,
+            expires_at=expires_at,
+            creator=asked.actor.principal,
+        )
+        await audit.write(tx, now, asked.entry("token_create", issued.token.id))
+        return issued
+
+    issued = await rooms.database.write(write)
+    return TokenCreated(
+        id=issued.token.id, token=issued.secret, name=params.name, scope=params.scope, expires_at=expires_at
+    )
+
+
+def _shown(token: Token) -> TokenShown:
+    return TokenShown(
+        id=token.id,
+        name=token.name,
+        scope=token.scope.value,
+        hint=token.hint,
+        created_at=token.created_at,
+        expires_at=token.expires_at,
+        revoked_at=token.revoked_at,
+        last_used_at=token.last_used_at,
+    )
+
+
+async def listed(rooms: Rooms, asked: Asked, params: TokenList) -> TokensShown:
+    del asked, params
+    return TokensShown(tokens=[_shown(token) for token in await rooms.database.read(tokens.listed)])
+
+
+async def revoke(rooms: Rooms, asked: Asked, params: TokenRevoke) -> TokenRevoked:
+    now = rooms.clock.now()
+
+    async def write(tx: Tx) -> Token:
+        token = await tokens.revoke(tx, params.token_id, now)
+        await audit.write(tx, now, asked.entry("token_revoke", token.id))
+        return token
+
+    token = await rooms.database.write(write)
+    return TokenRevoked(id=token.id, name=token.name, revoked=True)
+
+
+OPERATIONS = (
+    Operation(
+        name="token_create",
+        title="Create a token",
+        scope=Scope.ADMIN,
+        target=Target.NOTHING,
+        everywhere=True,
+        params=TokenCreate,
+        result=TokenCreated,
+        summary="Create an API token. The answer holds its secret, once.",
+        run=create,
+        writes=True,
+        derived=False,
+    ),
+    Operation(
+        name="token_list",
+        title="List tokens",
+        scope=Scope.ADMIN,
+        target=Target.NOTHING,
+        everywhere=True,
+        params=TokenList,
+        result=TokensShown,
+        summary="List the tokens that people made, newest first, without their secrets.",
+        run=listed,
+        writes=False,
+        derived=False,
+    ),
+    Operation(
+        name="token_revoke",
+        title="Revoke a token",
+        scope=Scope.ADMIN,
+        target=Target.NOTHING,
+        everywhere=True,
+        params=TokenRevoke,
+        result=TokenRevoked,
+        summary="Revoke a token by its id or name; it stops working at once, its open streams within a second.",
+        run=revoke,
+        writes=True,
+        destructive=True,
+        derived=False,
+    ),
+)

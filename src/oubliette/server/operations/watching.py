@@ -1,0 +1,159 @@
+"""Following a session's log on a request of its own, and paging a tree of logs."""
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from oubliette.server.caller_tools.carriers import Announcement
+from oubliette.server.errors import InvalidParams
+from oubliette.server.events.following import LOOK_AGAIN_S
+from oubliette.server.events.log import Page
+from oubliette.server.limits import EVENTS_PAGE, PAGE_BYTES
+from oubliette.server.operations.operation import Asked, Followed, Rooms
+from oubliette.server.sessions import rows
+from oubliette.server.sessions.lifecycle import ENDS, State
+from oubliette.server.storage.database import Tx
+
+PROGRESS_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far a follower is, and what it could not push."""
+
+    last_index: int
+    deltas: bool = False
+    kept: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+class Watch:
+    """A request that takes notifications carries its session's caller-tool requests while it lasts."""
+
+    kind = "request"
+
+    def __init__(self, followed: Followed) -> None:
+        self._followed = followed
+
+    def announce(self, session_id: str, announcement: Announcement) -> None:
+        del session_id
+        self._followed.push(announcement)
+
+
+async def follow(
+    rooms: Rooms,
+    asked: Asked,
+    session: rows.Session,
+    seen: Seen,
+    *,
+    seconds: float,
+    until: str,
+    turn: int | None = None,
+) -> str:
+    """Follow a log until the session is idle or ended, the turn is over, an event came, or the time is up.
+
+    Events are pushed where the request takes them and kept in `seen` elsewhere. Says what ended it.
+    """
+    followed = asked.followed if asked.followed is not None and asked.followed.wants_events else None
+    is_owner = asked.actor.principal == session.owner and not asked.actor.inside
+    carrier = Watch(followed) if followed is not None and is_owner and session.is_live else None
+    live = rooms.sessions.live(session.id) is not None
+    if carrier is not None and live:
+        rooms.exchange.attach(session.id, carrier)
+    try:
+        return await _follow(rooms, asked, session.id, seen, followed, carrier, seconds, until, turn)
+    finally:
+        if carrier is not None:
+            rooms.exchange.detach(session.id, carrier)
+
+
+async def _follow(
+    rooms: Rooms,
+    asked: Asked,
+    session_id: str,
+    seen: Seen,
+    followed: Followed | None,
+    carrier: Watch | None,
+    seconds: float,
+    until: str,
+    turn: int | None,
+) -> str:
+    clock = rooms.clock.monotonic
+    deadline = clock() + seconds
+    progress_at = clock() + PROGRESS_EVERY_S
+    while True:
+        page = await rooms.events.page(session_id, seen.last_index)
+        if page.events and until == "event":
+            return "event"
+        if not _take(page, seen, followed, carrier):
+            return "page"
+        if page.last_index < page.end_index:
+            continue
+        ended = await rooms.database.read(lambda tx: _over(tx, session_id, until, turn))
+        if ended is not None and await rooms.events.end_index(session_id) == seen.last_index:
+            return ended
+        left = deadline - clock()
+        if left <= 0:
+            return "time"
+        await rooms.following.grown(session_id, seen.last_index, min(left, LOOK_AGAIN_S))
+        if asked.followed is not None and clock() >= progress_at:
+            progress_at = clock() + PROGRESS_EVERY_S
+            asked.followed.progress(f"following {session_id}")
+
+
+def _take(page: Page, seen: Seen, followed: Followed | None, carrier: Watch | None) -> bool:
+    """Push a page's events, or keep them; False when no more can be kept."""
+    for event in page.events:
+        if followed is not None:
+            announced = carrier is not None and event["type"] == "caller_tool_request"
+            if not announced and (seen.deltas or event["type"] != "delta"):
+                followed.push(event)
+        elif len(seen.kept) >= EVENTS_PAGE:
+            return False
+        elif seen.deltas or event["type"] != "delta":
+            seen.kept.append(event)
+        seen.last_index = event["index"]
+    return True
+
+
+async def _over(tx: Tx, session_id: str, until: str, turn: int | None) -> str | None:
+    """Why following may end now, or None."""
+    session = await rows.get(tx, session_id)
+    if session.state in ENDS:
+        return "end"
+    if turn is not None:
+        turns = await rows.turns(tx, session_id, last=100)
+        return "idle" if any(one.number == turn and one.ended_at is not None for one in turns) else None
+    if until == "idle" and session.state is State.IDLE and await rows.next_turn(tx, session_id) is None:
+        return "idle"
+    return None
+
+
+async def page_of_tree(
+    rooms: Rooms, session: rows.Session, since_index: int, cursor: str | None, max_events: int
+) -> tuple[list[dict[str, Any]], str]:
+    """Events of a session and those below it, merged by time; the cursor holds how far each log was read."""
+    read_to = _decoded(cursor) if cursor is not None else {session.id: since_index}
+    found: list[dict[str, Any]] = []
+    for one in await rooms.database.read(lambda tx: rows.tree(tx, session)):
+        since = read_to.get(one.id, -1)
+        page = await rooms.events.page(one.id, since, max_events=max_events, max_bytes=PAGE_BYTES // 4)
+        found.extend(page.events)
+    found.sort(key=lambda event: (event["at"], event["session_id"], event["index"]))
+    taken = found[:max_events]
+    for event in taken:
+        read_to[event["session_id"]] = event["index"]
+    return taken, _encoded(read_to)
+
+
+def _encoded(read_to: dict[str, int]) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode(read_to)).decode()
+
+
+def _decoded(cursor: str) -> dict[str, int]:
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=dict[str, int])
+    except (binascii.Error, msgspec.DecodeError, ValueError):
+        raise InvalidParams("cursor is not one that session_events gave") from None
