@@ -7,6 +7,7 @@ stuck one is broken off, and one whose key or session is no longer good is ended
 import asyncio
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Final
 
 from oubliette.server.endpoints.mcp import frames
@@ -20,19 +21,25 @@ from oubliette.wire.jsonrpc import Id
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S: Final = 1.0
-HEARTBEAT_AFTER_S: Final = 15.0
-PING_AFTER_S: Final = 30.0
-PING_WAIT_S: Final = 10.0
-# How long a client that is cut may take for its last frame, and how long any write may stand still.
-CUT_WAIT_S: Final = 5.0
-STUCK_S: Final = 30.0
 TOUCH_EVERY_LOOKS: Final = 60
 SESSIONS_AT_ONCE: Final = 500
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    look_every_s: float = 1.0
+    heartbeat_after_s: float = 15.0
+    ping_after_s: float = 30.0
+    ping_wait_s: float = 10.0
+    cut_wait_s: float = 5.0  # how long a client that is cut may take for its last frame
+    stuck_s: float = 30.0  # how long any write may stand still
+
+
 class Streams:
-    def __init__(self, served: Served, sessions: McpSessions, *, per_principal: int) -> None:
+    def __init__(
+        self, served: Served, sessions: McpSessions, *, per_principal: int, patience: Patience | None = None
+    ) -> None:
+        self._patience = patience or Patience()
         self._served = served
         self._sessions = sessions
         self._per_principal = per_principal
@@ -104,7 +111,7 @@ class Streams:
 
     async def keep(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(self._patience.look_every_s)
             try:
                 await self.look()
             except Exception:
@@ -114,7 +121,7 @@ class Streams:
     async def look(self) -> None:
         now = asyncio.get_running_loop().time()
         for stream in self._all():
-            _care(stream, now)
+            self._care(stream, now)
         await self._check_keys()
         await self._check_sessions(now)
         self._looks += 1
@@ -164,23 +171,23 @@ class Streams:
     def _ping(self, opened: OpenStream, session: McpSession, now: float) -> None:
         stream = opened.channel
         if opened.ping_id is None:
-            if now - stream.spoke_at >= PING_AFTER_S:
+            if now - stream.spoke_at >= self._patience.ping_after_s:
                 self._pings += 1
                 opened.ping_id = f"ping-{self._pings}"
                 opened.pinged_at, opened.seen_before = now, session.seen_at
                 stream.push(frames.event(frames.request(opened.ping_id, "ping")))
         elif session.seen_at > opened.seen_before:
             opened.ping_id = None  # it answered to another server
-        elif now - opened.pinged_at >= PING_WAIT_S:
+        elif now - opened.pinged_at >= self._patience.ping_wait_s:
             logger.info("a client left its ping unanswered: its stream is closed")
             stream.abort()
 
-
-def _care(stream: Stream, now: float) -> None:
-    if stream.cut_at is not None and now - stream.cut_at >= CUT_WAIT_S:
-        stream.abort()
-    elif stream.sending_since is not None and now - stream.sending_since >= STUCK_S:
-        stream.cut("the stream was not read")
-        stream.abort()
-    elif now - stream.written_at >= HEARTBEAT_AFTER_S:
-        stream.heartbeat()
+    def _care(self, stream: Stream, now: float) -> None:
+        patience = self._patience
+        if stream.cut_at is not None and now - stream.cut_at >= patience.cut_wait_s:
+            stream.abort()
+        elif stream.sending_since is not None and now - stream.sending_since >= patience.stuck_s:
+            stream.cut("the stream was not read")
+            stream.abort()
+        elif now - stream.written_at >= patience.heartbeat_after_s:
+            stream.heartbeat()

@@ -40,7 +40,7 @@ from oubliette.server.endpoints.mcp.methods import Methods, arguments_of, decode
 from oubliette.server.endpoints.mcp.posted import SERVER_KEY, Params, Posted, Refused
 from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
 from oubliette.server.endpoints.mcp.stream import HEADERS, Send, Stream
-from oubliette.server.endpoints.mcp.streams import Streams
+from oubliette.server.endpoints.mcp.streams import Patience, Streams
 from oubliette.server.endpoints.mcp.versions import MODERN, Era, negotiated
 from oubliette.server.errors import Forbidden, TooMany, Unauthenticated
 from oubliette.server.limits import HTTP_BODY_BYTES, STREAMS_PER_PRINCIPAL
@@ -91,13 +91,14 @@ class McpEndpoint:
         doors: Doors | None = None,
         body_bytes: int = HTTP_BODY_BYTES,
         streams_per_principal: int = STREAMS_PER_PRINCIPAL,
+        patience: Patience | None = None,
     ) -> None:
         self._served = served
         self._sessions = sessions
         self._doors = doors or Doors()
         self._body_bytes = body_bytes
         self._tasks = asyncio.TaskGroup()
-        self._streams = Streams(served, sessions, per_principal=streams_per_principal)
+        self._streams = Streams(served, sessions, per_principal=streams_per_principal, patience=patience)
         self._running: set[Exchange] = set()
         self._cancellable: dict[tuple[str, Id], Exchange] = {}
         self._load: Counter[str] = Counter()
