@@ -63,8 +63,11 @@ class LocalBoxes:
     async def open_door(self, box_id: str, relay_key: str, accept: Callable[[], asyncio.Protocol]) -> None:
         await self._doors.open(box_id, self.folders.of(box_id).door, relay_key, accept)
 
-    async def start(self, spec: BoxSpec, plan: Launch, judge: Judge) -> Box:
-        """Start the keeper and hear what it says of its walls; a box that fails, or leaks, leaves nothing behind."""
+    async def start(self, spec: BoxSpec, plan: Callable[[], Launch], judge: Judge, extra: Mapping[str, str]) -> Box:
+        """Start the keeper and hear what it says of its walls; a box that fails, or leaks, leaves nothing behind.
+
+        `extra` is what the runtime wants to find again in the handle.
+        """
         folder = self.folders.of(spec.box_id)
         note = Note(
             box_id=spec.box_id,
@@ -73,48 +76,63 @@ class LocalBoxes:
             project_id=spec.project_id,
             workspace_id=spec.workspace_id,
         )
-        try:
-            await asyncio.to_thread(self._prepare, folder, note)
-            started = await self.launch(plan, spec.keeper_key, folder, judge)
-            note = msgspec.structs.replace(note, handle=started.handle())
-            await asyncio.to_thread(folder.write, note)
-        except BaseException:
-            self._doors.close(spec.box_id)
-            folder.remove()
-            raise
-        return Box(box_id=spec.box_id, session_id=spec.session_id, handle=note.handle)
 
-    def _prepare(self, folder: Folder, note: Note) -> None:
-        folder.make()
-        folder.write(note)
-        self.folders.workspace(note.project_id, note.workspace_id).mkdir(mode=0o700, parents=True, exist_ok=True)
+        def prepare() -> Launch:
+            folder.make()
+            folder.write(note)
+            workspace = self.folders.workspace(spec.project_id, spec.workspace_id)
+            workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return plan()
+
+        try:
+            started = await self.launch(await asyncio.to_thread(prepare), spec.keeper_key, folder, judge)
+            handle = {**started.handle(), **extra}
+            try:
+                await asyncio.to_thread(folder.write, msgspec.structs.replace(note, handle=handle))
+            except BaseException:
+                _kill_tree(started.launcher)
+                raise
+        except BaseException:
+            self.discard(spec.box_id)
+            raise
+        return Box(box_id=spec.box_id, session_id=spec.session_id, handle=handle)
+
+    def discard(self, box_id: str) -> None:
+        """Take away the door and folder of a box that did not come to be."""
+        self._doors.close(box_id)
+        self.folders.of(box_id).remove()
 
     async def launch(self, plan: Launch, key: str, folder: Folder, judge: Judge) -> Started:
+        starting = asyncio.get_running_loop().run_in_executor(None, launch.start, plan, key, folder.log)
         try:
-            launched = await asyncio.to_thread(launch.start, plan, key, folder.log)
+            launched = await asyncio.shield(starting)
         except OSError as problem:
             raise BoxFailed(f"cannot start a box: {problem.strerror}") from problem
+        except asyncio.CancelledError:
+            starting.add_done_callback(_undo)
+            raise
+        launcher = host.find(launched.pid)  # not buried before this returns to the loop: the pid is still its own
         self._watch(launched.pid)
         try:
-            started, facts = await self._hear(launched, folder)
+            started, facts = await self._hear(launched, launcher, folder)
             leaks = judge(facts)
             if leaks:
                 raise BoxFailed("the box does not hold: " + "; ".join(leaks), leaks=list(leaks))
             return started
         except BaseException:
-            _kill_tree(launched.pid)
+            if launcher is not None:
+                _kill_tree(launcher)
             raise
         finally:
             launched.close()
 
-    async def _hear(self, launched: Launched, folder: Folder) -> tuple[Started, dict[str, Any]]:
+    async def _hear(self, launched: Launched, launcher: Proc | None, folder: Folder) -> tuple[Started, dict[str, Any]]:
         try:
             async with asyncio.timeout(START_WAIT_S):
                 facts = await launch.read_line(launched.facts)
                 news = await launch.read_line(launched.news) if facts and launched.news is not None else None
         except TimeoutError:
             raise BoxFailed(f"the box did not start within {START_WAIT_S:.0f} s") from None
-        launcher = host.find(launched.pid)
         keeper = host.find(int(news["child-pid"])) if news else launcher
         if facts is None or keeper is None or launcher is None:
             raise BoxFailed("the box did not start: " + (folder.last_words() or "it said nothing"))
@@ -196,16 +214,30 @@ async def end(proc: Proc) -> None:
     """Ask, wait, and then kill it and everything below it."""
     proc.send(signal.SIGTERM)
     if not await proc.ended(STOP_WAIT_S):
-        await asyncio.to_thread(_kill_tree, proc.pid)
+        await asyncio.to_thread(_kill_tree, proc)
         if not await proc.ended(KILL_WAIT_S):
             raise BoxFailed("a process of the box cannot be killed")
 
 
-def _kill_tree(root: int) -> None:
-    for pid in [*host.descendants(root), root]:
-        proc = host.find(pid)
-        if proc is not None:
-            proc.send(signal.SIGKILL)
+def _undo(starting: asyncio.Future[Launched]) -> None:
+    """End what started although nobody waits for it any more."""
+    if starting.exception() is None:
+        launched = starting.result()
+        launched.close()
+        launcher = host.find(launched.pid)
+        if launcher is not None:
+            _kill_tree(launcher)
+        os.waitpid(launched.pid, 0)
+
+
+def _kill_tree(root: Proc) -> None:
+    """Kill it and everything below it, the lowest included: who is cut off first can no longer be found."""
+    if root.is_alive():
+        for pid in host.descendants(root.pid):
+            proc = host.find(pid)
+            if proc is not None:
+                proc.send(signal.SIGKILL)
+        root.send(signal.SIGKILL)
 
 
 def _keeper(handle: Mapping[str, str]) -> Proc | None:

@@ -5,6 +5,7 @@ where the host's would tell of the host), the workspace, a private home and /tmp
 """
 
 import asyncio
+import functools
 import os
 import shutil
 import sys
@@ -91,15 +92,27 @@ class BubblewrapRuntime:
         await self._python()
 
     def places(self, box_id: str) -> Places:
-        python = self._chosen or self._pythons[0]
-        return Places(python=python.inside, program=PROGRAM, socket=SOCKET, workspace=WORKSPACE, home=HOME)
+        note = self._boxes.folders.of(box_id).read()
+        python = note.handle.get("python") if note is not None else None
+        return Places(
+            python=python or (self._chosen or self._pythons[0]).inside,
+            program=PROGRAM,
+            socket=SOCKET,
+            workspace=WORKSPACE,
+            home=HOME,
+        )
 
     async def open_door(self, box_id: str, relay_key: str, accept: Callable[[], asyncio.Protocol]) -> None:
         await self._boxes.open_door(box_id, relay_key, accept)
 
     async def create(self, spec: BoxSpec) -> Box:
-        plan = await asyncio.to_thread(self._plan, spec, await self._python())
-        return await self._boxes.start(spec, plan, proof.leaks)
+        try:
+            python = await self._python()
+        except BaseException:
+            self._boxes.discard(spec.box_id)
+            raise
+        plan = functools.partial(self._plan, spec, python)
+        return await self._boxes.start(spec, plan, proof.leaks, {"python": python.inside})
 
     async def is_alive(self, box: Box) -> bool:
         return await self._boxes.is_alive(box)

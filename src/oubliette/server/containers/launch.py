@@ -71,6 +71,9 @@ def start(launch: Launch, key: str, log: Path) -> Launched:
         except BaseException:
             Launched(0, facts_read, news_read).close()
             raise
+        for fd in (facts_read, news_read):
+            if fd is not None:
+                os.set_blocking(fd, False)
         return Launched(pid, facts_read, news_read)
 
 

@@ -2,6 +2,7 @@
 matter. What a box starts is found and ended, nothing is kept from it."""
 
 import asyncio
+import functools
 import hashlib
 import os
 import sys
@@ -57,9 +58,8 @@ class ProcessRuntime:
         await asyncio.to_thread(self._shorten, box_id)
 
     async def create(self, spec: BoxSpec) -> Box:
-        plan = await asyncio.to_thread(self._plan, spec)
         try:
-            return await self._boxes.start(spec, plan, _nothing_to_prove)
+            return await self._boxes.start(spec, functools.partial(self._plan, spec), _nothing_to_prove, {})
         except BaseException:
             self._unshorten(spec.box_id)
             raise
