@@ -38,6 +38,11 @@ async def test_a_request_runs_the_tool_and_its_result_goes_back() -> None:
         assert await server.ask("in_a_thread", {}) == {"result": [None, False, "é"], "error": None}
 
 
+async def test_events_are_not_pushed_to_one_who_reads_them_from_the_log() -> None:
+    async with FakeServer() as server, lent_to(server):
+        assert server.level == "emergency"
+
+
 async def test_what_a_tool_raises_reaches_the_droid_as_its_message_alone() -> None:
     async with FakeServer() as server, lent_to(server) as caller:
 

@@ -28,7 +28,8 @@ class FakeServer:
         self.progress: list[dict[str, Any]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.status = "working"
+        self.status = "running"
+        self.level = "info"
         self.mcp_sessions: set[str] = set()
         self.pongs: list[Any] = []
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
@@ -142,7 +143,8 @@ class FakeServer:
         if message.get("method") == "initialize":
             session = uuid.uuid4().hex
             self.mcp_sessions.add(session)
-            result: Any = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "fake"}}
+            capabilities: Any = {"tools": {}, "logging": {}}
+            result = {"protocolVersion": "2025-11-25", "capabilities": capabilities, "serverInfo": {"name": "fake"}}
             return web.json_response(_reply(message, result), headers={"Mcp-Session-Id": session})
         if request.headers.get("Mcp-Session-Id") not in self.mcp_sessions:
             return web.Response(status=404)
@@ -153,6 +155,9 @@ class FakeServer:
             return web.Response(status=202)
         if "id" not in message:
             return web.Response(status=202)
+        if message["method"] == "logging/setLevel":
+            self.level = message["params"]["level"]
+            return web.json_response(_reply(message, {}))
         return await self._tool(request, message)
 
     async def _tool(self, request: web.Request, message: Any) -> web.StreamResponse:

@@ -162,6 +162,11 @@ class Endpoint:
         note = msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/initialized"})
         async with self._http.post(self.url, data=note, headers=self.headers()):
             pass
+        if "logging" in result.get("capabilities", {}):
+            # Events are read from the log by cursor; requests of droids are pushed whatever the level.
+            quiet = messages.request(self.next_id(), "logging/setLevel", {"level": "emergency"})
+            async with self._http.post(self.url, data=quiet, headers=self.headers()):
+                pass
 
     async def _patiently(self, once: Callable[[], Awaitable[msgspec.Raw]], *, repeatable: bool) -> msgspec.Raw:
         patience = Patience()

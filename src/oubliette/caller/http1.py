@@ -63,7 +63,7 @@ class Streamed:
     def _unchunked(self, data: bytes) -> bytes:
         body: list[bytes] = []
         at = 0
-        while at < len(data):
+        while at < len(data) and not self.has_ended:
             if self._left:
                 piece = data[at : at + self._left]
                 at += len(piece)
@@ -76,9 +76,7 @@ class Streamed:
                 self._buffer = data[at:]
                 break
             size = _chunk_size(data[at:line_end])
-            if size == 0:
-                self.has_ended = True
-                break
+            self.has_ended = size == 0
             at, self._left = line_end + 2, size + 2
         return body[0] if len(body) == 1 else b"".join(body)
 

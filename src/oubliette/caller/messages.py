@@ -108,6 +108,7 @@ def failure_in(result: ToolResult) -> CallerError | None:
     if result.structuredContent is not msgspec.UNSET:
         details = _object(msgspec.json.decode(result.structuredContent))
     details = _object(result.meta.get(ERROR_META)) or _object(details.get("error")) or details
+    details |= _object(details.get("details"))
     kind, message = details.get("kind"), details.get("message")
     text = "\n".join(str(block.get("text", "")) for block in result.content)
     return refusal(
