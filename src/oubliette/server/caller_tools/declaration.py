@@ -27,7 +27,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     box_name: str
     description: str = ""
-    input_schema: dict[str, Any] = {"type": "object"}
+    input_schema: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "object"})
     title: str | None = None
     annotations: dict[str, Any] | None = None
     timeout_s: float | None = None

@@ -41,6 +41,7 @@ from oubliette.server.limits import (
     WAIT_S_MAX,
 )
 from oubliette.server.storage.database import Database, Tx
+from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor
 from oubliette.wire import relay
 from oubliette.wire.events import CallerToolProgress, CallerToolRequest
@@ -127,7 +128,7 @@ class Exchange:
         events: EventLog,
         following: Following,
         carriers: Carriers,
-        tasks: asyncio.TaskGroup,
+        tasks: Tasks,
         timeout_s: float,
         timeout_max_s: float,
         mark: Mark = _unmarked,

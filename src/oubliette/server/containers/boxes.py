@@ -35,6 +35,9 @@ class Started:
     keeper: Proc
     launcher: Proc
 
+    def procs(self) -> list[Proc]:
+        return [self.keeper] if self.keeper == self.launcher else [self.keeper, self.launcher]
+
     def handle(self) -> dict[str, str]:
         return {
             "pid": str(self.keeper.pid),
@@ -139,23 +142,20 @@ class LocalBoxes:
         return Started(keeper, launcher), facts
 
     async def is_alive(self, box: Box) -> bool:
-        keeper = _keeper(box.handle)
-        return keeper is not None and keeper.is_alive()
+        started = _started(box.handle)
+        return started is not None and started.keeper.is_alive()
 
     async def stop(self, box: Box) -> None:
         self._doors.close(box.box_id)
-        procs = await asyncio.to_thread(self._procs, box)
-        for proc in procs:
-            await end(proc)
+        await end(await asyncio.to_thread(self._procs, box))
         await self._end_marked(box.box_id)
         await asyncio.to_thread(self.folders.of(box.box_id).remove)
 
     def _procs(self, box: Box) -> list[Proc]:
         """The box's own processes, the keeper first: by its handle, else by their command lines."""
-        keeper = _keeper(box.handle)
-        if keeper is not None:
-            launcher = Proc(int(box.handle["launcher_pid"]), box.handle["launcher_started"])
-            return [keeper] if launcher == keeper else [keeper, launcher]
+        started = _started(box.handle)
+        if started is not None:
+            return started.procs()
         return [proc for found, proc in _keepers() if found.box_id == box.box_id]
 
     async def _end_marked(self, box_id: str) -> None:
@@ -210,13 +210,18 @@ class LocalBoxes:
         os.close(fd)
 
 
-async def end(proc: Proc) -> None:
-    """Ask, wait, and then kill it and everything below it."""
-    proc.send(signal.SIGTERM)
-    if not await proc.ended(STOP_WAIT_S):
-        await asyncio.to_thread(_kill_tree, proc)
-        if not await proc.ended(KILL_WAIT_S):
-            raise BoxFailed("a process of the box cannot be killed")
+async def end(procs: Sequence[Proc]) -> None:
+    """Ask the keeper, which comes first, and then kill what is left.
+
+    A launcher is not asked: it ends with its keeper, and buries it before.
+    """
+    for proc in procs[:1]:
+        proc.send(signal.SIGTERM)
+    for proc in procs:
+        if not await proc.ended(STOP_WAIT_S):
+            await asyncio.to_thread(_kill_tree, proc)
+            if not await proc.ended(KILL_WAIT_S):
+                raise BoxFailed("a process of the box cannot be killed")
 
 
 def _undo(starting: asyncio.Future[Launched]) -> None:
@@ -240,8 +245,12 @@ def _kill_tree(root: Proc) -> None:
         root.send(signal.SIGKILL)
 
 
-def _keeper(handle: Mapping[str, str]) -> Proc | None:
-    return Proc(int(handle["pid"]), handle["started"]) if "pid" in handle else None
+def _started(handle: Mapping[str, str]) -> Started | None:
+    """What the handle names; nothing of it for a box whose server was killed before it could write that down."""
+    if "pid" not in handle:
+        return None
+    keeper = Proc(int(handle["pid"]), handle["started"])
+    return Started(keeper, Proc(int(handle["launcher_pid"]), handle["launcher_started"]))
 
 
 @dataclass(frozen=True, slots=True)

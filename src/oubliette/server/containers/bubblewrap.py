@@ -160,8 +160,7 @@ class BubblewrapRuntime:
             await asyncio.to_thread(lambda: (folder.make(), workspace.mkdir(mode=0o700)))
             plan = await asyncio.to_thread(self._plan, spec, python, workspace)
             started = await self._boxes.launch(plan, spec.keeper_key, folder, proof.leaks)
-            await end(started.keeper)
-            await end(started.launcher)
+            await end(started.procs())
         finally:
             await asyncio.to_thread(folder.remove)
 

@@ -24,6 +24,7 @@ from oubliette.server.operations.operation import Asked, Operation, Rooms
 from oubliette.server.operations.schemas import schema
 from oubliette.server.sessions.boxes import Boxes
 from oubliette.server.storage.database import Tx
+from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor, Scope
 from oubliette.wire import relay
 
@@ -36,11 +37,10 @@ _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 class Keepers(Protocol):
     """Where a keeper's words about its processes go. Implemented by `droids.processes`."""
 
-    async def acks(self, box_id: str) -> dict[str, int]: ...
+    def acks(self, box_id: str) -> dict[str, int]: ...
     def attached(self, box_id: str, link: KeeperLink, states: list[relay.ProcessState]) -> None: ...
     def detached(self, box_id: str, link: KeeperLink) -> None: ...
-    def stdout(self, box_id: str, frame: relay.Stdout) -> None: ...
-    def exited(self, box_id: str, process_id: str, exit_code: int | None, exit_signal: int | None) -> None: ...
+    def told(self, box_id: str, method: str, params: bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Boxed:
     keepers: Keepers
     once: Once
     times: Times
-    tasks: asyncio.TaskGroup
+    tasks: Tasks
     mark: Callable[[str], None]
     _leaving: dict[tuple[str, str], asyncio.TimerHandle] = field(
         default_factory=dict[tuple[str, str], asyncio.TimerHandle]
@@ -83,7 +83,7 @@ class Boxed:
             call_timeout_max_s=self.times.timeout_max_s,
             caller_tools=declaration is not None and bool(declaration.tools),
             abandoned_after_s=self.times.abandoned_after_s,
-            acks=await self.keepers.acks(box_id) if asked.role == "keeper" else {},
+            acks=self.keepers.acks(box_id) if asked.role == "keeper" else {},
         )
 
     def client_attached(self, session_id: str, instance: str) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +25,7 @@ from oubliette.server.errors import (
     Unauthenticated,
     UpgradeRequired,
 )
+from oubliette.server.tasks import Tasks
 from oubliette.wire import jsonrpc, relay
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,7 @@ class Connection(asyncio.Protocol):
     # -- bytes --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         if len(self._door.connections) >= relay.CONNECTIONS_MAX:
             self._bye(failures.problem(jsonrpc.SERVER_ERROR, "too_many", "too many connections from this box"))
             return
@@ -255,7 +255,7 @@ def is_json(line: bytes) -> bool:
 class Relay:
     """What connections ask for, by method; one for all boxes."""
 
-    def __init__(self, boxed: Boxed, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, boxed: Boxed, tasks: Tasks) -> None:
         self._boxed = boxed
         self._tasks = tasks
         self._doors: dict[str, Door] = {}
@@ -351,7 +351,8 @@ class Relay:
         assert connection.session_id is not None
         try:
             if connection.role == "keeper":
-                self._keeper_told(connection, method, frame)
+                params = b"{}" if isinstance(frame.params, msgspec.UnsetType) else bytes(frame.params)
+                self._boxed.keepers.told(connection.box_id, method, params)
             elif method == "cancel":
                 cancel = decoded(frame, relay.Cancel)
                 self._tasks.create_task(self._boxed.cancel(connection.session_id, cancel))
@@ -361,15 +362,6 @@ class Relay:
                 logger.info("an unknown notification was dropped", extra={"method": method[:40]})
         except (msgspec.ValidationError, OublietteError) as error:
             logger.warning("a notification was dropped", extra={"method": method[:40], "reason": str(error)})
-
-    def _keeper_told(self, connection: Connection, method: str, frame: jsonrpc.Frame) -> None:
-        if method == "stdout":
-            self._boxed.keepers.stdout(connection.box_id, decoded(frame, relay.Stdout))
-        elif method == "exited":
-            ended = decoded(frame, relay.Exited)
-            self._boxed.keepers.exited(connection.box_id, ended.process, ended.exit_code, ended.exit_signal)
-        else:
-            logger.info("an unknown notification was dropped", extra={"method": method[:40]})
 
 
 class Hearing:

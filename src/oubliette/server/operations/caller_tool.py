@@ -20,7 +20,7 @@ class CallerToolResponse(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     result: Annotated[
         msgspec.Raw,
         Meta(description="Any JSON. An object whose `content` is a list of MCP content blocks is passed as such."),
-    ] = msgspec.Raw(b"null")
+    ] = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     error: Annotated[str | None, Meta(description="Why the tool failed, for the droid to read.")] = None
 
 
@@ -53,11 +53,11 @@ class CallerToolProgressed(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     request_id: str
     progress: float | None = None
     total: float | None = None
-    message: Annotated[str | None, Meta(max_length=2000)] = None
-    extend_seconds: Annotated[
-        float | None,
-        Meta(gt=0, description="Move the deadline to so many seconds from now, up to its maximum."),
-    ] = None
+    message: Annotated[str, Meta(max_length=2000)] | None = None
+    extend_seconds: (
+        Annotated[float, Meta(gt=0, description="Move the deadline to so many seconds from now, up to its maximum.")]
+        | None
+    ) = None
 
 
 class ProgressTaken(msgspec.Struct, kw_only=True):

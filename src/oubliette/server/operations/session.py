@@ -38,7 +38,7 @@ class Context(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     caller_id: Annotated[str | None, Meta(description="Prefix of your tools' names in the box, e.g. ant.")] = None
     caller_tools: list[OfferedTool] | None = None
-    caller_tool_timeout_s: Annotated[float | None, Meta(gt=0)] = None
+    caller_tool_timeout_s: Annotated[float, Meta(gt=0)] | None = None
     delivery: Annotated[
         Literal["push", "poll"], Meta(description="poll: you only ever poll, and never count as disconnected.")
     ] = "push"
@@ -49,8 +49,8 @@ class _Lending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     workspace_id: Annotated[str | None, Meta(description="Without one, the project's default workspace.")] = None
     create_workspace: Annotated[bool, Meta(description="Make the workspace if it is missing.")] = False
-    external_id: Annotated[str | None, Meta(max_length=NAME_CHARS)] = None
-    source: Annotated[str | None, Meta(max_length=NAME_CHARS)] = None
+    external_id: Annotated[str, Meta(max_length=NAME_CHARS)] | None = None
+    source: Annotated[str, Meta(max_length=NAME_CHARS)] | None = None
     context: Context | None = None
     caller_id: Annotated[str | None, Meta(description="The same as context.caller_id.")] = None
     caller_tools: Annotated[list[OfferedTool] | None, Meta(description="The same as context.caller_tools.")] = None

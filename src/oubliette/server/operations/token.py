@@ -17,7 +17,7 @@ from oubliette.server.tokens.tokens import Issued
 class TokenCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="Unique among tokens that live.")]
     scope: Literal["admin", "write", "read"]
-    expires_in_s: Annotated[float | None, Meta(gt=0, description="Lives so many seconds; without, until revoked.")] = (
+    expires_in_s: Annotated[float, Meta(gt=0, description="Lives so many seconds; without, until revoked.")] | None = (
         None
     )
 

@@ -20,6 +20,7 @@ from oubliette.server.containers.runtime import Box, BoxSpec, Places, Runtime
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.errors import BoxFailed
 from oubliette.server.storage.database import Database, Row, Tx
+from oubliette.server.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Boxes:
         clock: Clock,
         runtime: Runtime,
         installation: str,
-        tasks: asyncio.TaskGroup,
+        tasks: Tasks,
         abandoned_after_s: float,
         accept: Callable[[str], Callable[[], asyncio.Protocol]],
     ) -> None:
@@ -197,14 +198,21 @@ class Boxes:
         await self._database.write(write)
 
     async def reap(self) -> int:
-        """End every box of this installation that no session keeps; how many those were."""
-        found = 0
-        for box in await self._runtime.list(self._installation):
+        """End every box of this installation that no live session keeps; how many those were."""
+
+        async def read(tx: Tx) -> list[Row]:
+            return await tx.all(
+                "SELECT boxes.id FROM boxes JOIN sessions ON sessions.id = session_id"
+                " WHERE boxes.state = 'running' AND sessions.ended_at IS NULL"
+            )
+
+        kept = {row[0] for row in await self._database.read(read)} | set(self._open)
+        orphans = [box for box in await self._runtime.list(self._installation) if box.box_id not in kept]
+        for box in orphans:
             if box.box_id not in self._open:
                 logger.warning("an orphaned box is ended", extra={"box_id": box.box_id, "session_id": box.session_id})
                 await self._runtime.stop(box)
-                found += 1
-        return found
+        return len(orphans)
 
     # -- the keeper's connection --------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """All sessions: started, messaged, declared to, cancelled, ended, and taken up again after a restart."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from oubliette.server.sessions.lifecycle import Move, State
 from oubliette.server.sessions.rows import Choices
 from oubliette.server.sessions.session import LiveSession, Rooms
 from oubliette.server.storage.database import Tx
+from oubliette.server.tasks import Tasks
 from oubliette.server.tokens import tokens
 from oubliette.server.tokens.token import Actor, Scope
 from oubliette.wire.events import CallerToolsDeclared, ChildStarted, Event, Status, UserMessage
@@ -63,7 +63,7 @@ class Bounds:
 
 
 class Sessions:
-    def __init__(self, rooms: Rooms, *, tasks: asyncio.TaskGroup, bounds: Bounds, brought: dict[str, str]) -> None:
+    def __init__(self, rooms: Rooms, *, tasks: Tasks, bounds: Bounds, brought: dict[str, str]) -> None:
         self._rooms = rooms
         self._tasks = tasks
         self._bounds = bounds
@@ -175,12 +175,18 @@ class Sessions:
         self._rooms.following.wake(session.id, 1 << 62)
         return messaged
 
-    def _go_live(self, session: rows.Session, *, resumed: bool = False) -> None:
-        rooms = self._rooms
-        rooms.exchange.open_desk(session.id, session.root_id, session.owner, session.declaration)
+    def _go_live(self, session: rows.Session) -> None:
+        self._take_calls(session)
+        self._begin(session)
+
+    def _take_calls(self, session: rows.Session) -> None:
+        exchange = self._rooms.exchange
+        exchange.open_desk(session.id, session.root_id, session.owner, session.declaration)
         if session.stream_id is not None:
-            rooms.exchange.bind(session.id, session.stream_id)
-        live = self._live[session.id] = LiveSession(session, rooms, self._over)
+            exchange.bind(session.id, session.stream_id)
+
+    def _begin(self, session: rows.Session, *, resumed: bool = False) -> None:
+        live = self._live[session.id] = LiveSession(session, self._rooms, self._over)
         live.task = self._tasks.create_task(live.run(resumed=resumed), name=f"session {session.id}")
 
     async def _workspace(
@@ -368,13 +374,15 @@ class Sessions:
 
     # -- a server's life ----------------------------------------------------------------------------------------
 
-    async def take_up(self) -> int:
-        """After a start: every session that had not ended goes on. How many those are."""
+    async def take_up(self) -> list[str]:
+        """After a start, before any door opens: every session that had not ended goes on. Their ids."""
         found = await self._rooms.database.read(rows.live)
         for session in found:
-            self._go_live(session, resumed=True)
+            self._take_calls(session)
         await self._rooms.exchange.load()
-        return len(found)
+        for session in found:
+            self._begin(session, resumed=True)
+        return [session.id for session in found]
 
     async def get(self, session_id: str) -> rows.Session:
         return await self._rooms.database.read(lambda tx: rows.get(tx, session_id))

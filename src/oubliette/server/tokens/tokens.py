@@ -198,3 +198,9 @@ async def has_admin(tx: Tx, now: float) -> bool:
         now,
     )
     return row is not None
+
+
+async def find_name(tx: Tx, name: str) -> str | None:
+    """The id of the live token of this name."""
+    row = await tx.one("SELECT id FROM tokens WHERE name = ? AND revoked_at IS NULL AND session_id IS NULL", name)
+    return row[0] if row is not None else None

@@ -1,0 +1,350 @@
+"""The composition root: builds every room, joins their contracts, and owns every task.
+
+Only this module knows which database, runtime and driver run. The order of a start is the order of trust: settings,
+lock, database, what was open before, and only then the doors.
+"""
+
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from oubliette.server import ids, logs
+from oubliette.server.caller_tools import calls
+from oubliette.server.caller_tools.carriers import Carriers
+from oubliette.server.caller_tools.exchange import Exchange
+from oubliette.server.clock import SystemClock
+from oubliette.server.config import Settings
+from oubliette.server.containers.bubblewrap import BubblewrapRuntime
+from oubliette.server.containers.process import ProcessRuntime
+from oubliette.server.containers.runtime import Runtime
+from oubliette.server.droids.acp import AcpDroids, Patience
+from oubliette.server.droids.driver import LaunchProfile
+from oubliette.server.droids.processes import Processes
+from oubliette.server.droids.profiles import builtin
+from oubliette.server.endpoints.boxed import Boxed, Times
+from oubliette.server.endpoints.http import HttpServer, Routes, listening_socket
+from oubliette.server.endpoints.local import local_door
+from oubliette.server.endpoints.mcp.headers import Doors
+from oubliette.server.endpoints.mcp.product import Product
+from oubliette.server.endpoints.mcp.sessions import McpSessions
+from oubliette.server.endpoints.mcp.transport import McpEndpoint
+from oubliette.server.endpoints.relay import Relay
+from oubliette.server.errors import NotConfigured, OublietteError
+from oubliette.server.events.following import Following
+from oubliette.server.events.log import EventLog
+from oubliette.server.home import Home, HomeLock
+from oubliette.server.operations.gate import Gate
+from oubliette.server.operations.once import Once
+from oubliette.server.operations.operation import Asked, Rooms
+from oubliette.server.sessions.boxes import Boxes
+from oubliette.server.sessions.keys import SessionKeys
+from oubliette.server.sessions.session import Rooms as SessionRooms
+from oubliette.server.sessions.sessions import Bounds, Sessions
+from oubliette.server.storage.database import Database, Tx
+from oubliette.server.storage.sqlite import SqliteDatabase
+from oubliette.server.tasks import Tasks
+from oubliette.server.tokens import tokens
+from oubliette.server.tokens.token import Actor, Scope
+from oubliette.server.tokens.tokens import Tokens
+
+logger = logging.getLogger(__name__)
+
+SWEEP_EVERY_S = 60.0
+FORGET_ROWS = 500
+FIRST_TOKEN = "first-admin"  # noqa: S105 - its name, not its secret
+# Who runs the command line on this machine, as this user: the kernel vouches for it, no token does.
+LOCAL = Actor(principal="local", scope=Scope.ADMIN)
+
+Mark = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a server that has started tells: where it is, and the first token if it made one."""
+
+    url: str
+    first_token: str | None
+
+    def __repr__(self) -> str:
+        return f"Ready(url={self.url!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    id: str
+    epoch: int
+
+
+class _Stopping(Exception):
+    """Ends the app's task group: everything it owns is cancelled."""
+
+
+def _unmarked(name: str) -> None:
+    """Commit points are named so that a test can stop a server right there; a server itself does not."""
+
+
+async def serve(settings: Settings, *, ready: Callable[[Ready], None] | None = None, mark: Mark = _unmarked) -> None:
+    """Run a server until SIGTERM or SIGINT. Boxes and their droids stay, and are taken up by the next one."""
+    logs.install(settings.log_level)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    async with running(settings, mark=mark) as started:
+        if ready is not None:
+            ready(started)
+        await stop.wait()
+
+
+@asynccontextmanager
+async def running(settings: Settings, *, mark: Mark = _unmarked) -> AsyncGenerator[Ready]:
+    """A server from its first commit to its last, for whoever owns the event loop."""
+    home = Home(settings.home)
+    home.make()
+    with HomeLock(home):
+        database = SqliteDatabase(home.database, durability=settings.durability)
+        try:
+            try:
+                async with Tasks() as tasks:
+                    async with _doors(settings, home, database, tasks, mark) as started:
+                        yield started
+                    raise _Stopping
+            except* _Stopping:
+                pass
+        finally:
+            await database.close()
+
+
+async def locally(settings: Settings, operation: str, params: bytes) -> object:
+    """Do one operation in this process, opening no door and taking up nothing. The home's lock is the caller's."""
+    database = SqliteDatabase(Home(settings.home).database, durability=settings.durability)
+    refused: OublietteError | None = None
+    result: object = None
+    try:
+        async with Tasks() as tasks:
+            app = App(settings, Home(settings.home), database, tasks, _unmarked, await _installation(database))
+            try:
+                result = await app.ask_locally(operation, params)
+            except OublietteError as error:  # raised below, where no group wraps it
+                refused = error
+    finally:
+        await database.close()
+    if refused is not None:
+        raise refused
+    return result
+
+
+@asynccontextmanager
+async def _doors(settings: Settings, home: Home, database: Database, tasks: Tasks, mark: Mark) -> AsyncGenerator[Ready]:
+    app = App(settings, home, database, tasks, mark, await _installation(database))
+    first_token = await app.start()
+    listener = _listen(settings)
+    async with McpEndpoint(
+        app.product, app.mcp_sessions, doors=Doors(settings.allowed_hosts, settings.allowed_origins)
+    ) as mcp:
+        http = HttpServer(Routes(mcp, app.why_not_ready), listener)
+        serving = tasks.create_task(http.serve(), name="http")
+        try:
+            async with local_door(home.admin_socket, app.ask_locally):
+                host, port = http.address
+                shown = f"[{host}]" if ":" in host else host
+                yield Ready(url=f"http://{shown}:{port}/mcp", first_token=first_token)
+        finally:
+            # Streams and long polls end first: the HTTP server waits for what is open.
+            mcp.close()
+            http.stop()
+            await asyncio.wait((serving,))
+            await app.close()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        return listening_socket(settings.host, settings.port)
+    except OSError as error:
+        raise NotConfigured(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}): stop what is there, or choose"
+            " another port with --port"
+        ) from None
+
+
+async def _installation(database: Database) -> Installation:
+    """Who we are, and for which time we start."""
+    fresh = ids.new_key()[:16]
+
+    async def write(tx: Tx) -> Installation:
+        row = await tx.one("UPDATE installation SET epoch = epoch + 1 RETURNING id, epoch")
+        if row is None:
+            await tx.run("INSERT INTO installation (id, epoch) VALUES (?, 1)", fresh)
+            return Installation(id=fresh, epoch=1)
+        return Installation(id=row[0], epoch=row[1])
+
+    return await database.write(write)
+
+
+class App:
+    """Every room, built and joined."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        home: Home,
+        database: Database,
+        tasks: Tasks,
+        mark: Mark,
+        installation: Installation,
+    ) -> None:
+        self._settings = settings
+        self._home = home
+        self._database = database
+        self._tasks = tasks
+        self._clock = clock = SystemClock()
+        self._runtime = runtime = _runtime(settings)
+        self._carriers = carriers = Carriers(clock, grace_s=settings.disconnect_grace_s)
+        keys = Tokens(database, clock)
+        events = EventLog(database, events_kept=settings.events_kept, bytes_kept=settings.event_bytes_kept)
+        following = Following()
+        exchange = Exchange(
+            database=database,
+            clock=clock,
+            events=events,
+            following=following,
+            carriers=carriers,
+            tasks=tasks,
+            timeout_s=settings.caller_tool_timeout_s,
+            timeout_max_s=settings.caller_tool_timeout_max_s,
+            mark=mark,
+        )
+        processes = Processes(database, clock, tasks)
+        boxes = Boxes(
+            database=database,
+            clock=clock,
+            runtime=runtime,
+            installation=installation.id,
+            tasks=tasks,
+            abandoned_after_s=settings.box_abandoned_after_s,
+            accept=lambda box_id: self._relay.accept(box_id),
+        )
+        brought: dict[str, str] = {}
+        self._sessions = sessions = Sessions(
+            SessionRooms(
+                database=database,
+                clock=clock,
+                events=events,
+                following=following,
+                exchange=exchange,
+                boxes=boxes,
+                droids=AcpDroids(
+                    processes,
+                    append=events.append,
+                    after=following.wake,
+                    epoch=installation.epoch,
+                    profile=self._profile,
+                    patience=Patience(silence_s=settings.turn_silence_s),
+                ),
+                keys=SessionKeys(database, clock, brought),
+                idle_after_s=settings.idle_after_s,
+            ),
+            tasks=tasks,
+            bounds=Bounds(
+                sessions_per_project=settings.sessions_per_project,
+                max_depth=settings.max_depth,
+                max_descendants=settings.max_children,
+            ),
+            brought=brought,
+        )
+        self._boxes = boxes
+        rooms = Rooms(
+            database=database,
+            clock=clock,
+            tokens=keys,
+            events=events,
+            following=following,
+            exchange=exchange,
+            sessions=sessions,
+            timeout_max_s=settings.caller_tool_timeout_max_s,
+            forget_workspace=self._forget_workspace,
+        )
+        self._gate = Gate(rooms)
+        self._boxed = Boxed(
+            rooms=rooms,
+            gate=self._gate,
+            boxes=boxes,
+            keepers=processes,
+            once=Once(database, clock),
+            times=Times(
+                timeout_s=settings.caller_tool_timeout_s,
+                timeout_max_s=settings.caller_tool_timeout_max_s,
+                client_grace_s=settings.client_grace_s,
+                abandoned_after_s=settings.box_abandoned_after_s,
+            ),
+            tasks=tasks,
+            mark=mark,
+        )
+        self._relay = Relay(self._boxed, tasks)
+        sessions.declared = self._relay.redeclared
+        self.product = Product(rooms, self._gate, carriers, version=version("oubliette"))
+        self.mcp_sessions = McpSessions(database, clock)
+
+    async def start(self) -> str | None:
+        """Take up what was open, and make the first token if nobody could come in otherwise: its secret."""
+        restarted = await self._sessions.take_up()
+        if restarted:
+            self._carriers.promise_all(self._settings.restart_grace_s)
+            self._boxed.expect_clients(restarted)
+        self._tasks.create_task(self._sweep(), name="sweep")
+        now = self._clock.now()
+
+        async def write(tx: Tx) -> str | None:
+            if await tokens.has_admin(tx, now):
+                return None
+            name = FIRST_TOKEN if await tokens.find_name(tx, FIRST_TOKEN) is None else f"{FIRST_TOKEN}-{round(now)}"
+            return (await tokens.issue(tx, name=name, scope=Scope.ADMIN, now=now)).secret
+
+        return await self._database.write(write)
+
+    async def close(self) -> None:
+        """Close the doors to the boxes and leave the boxes running."""
+        await self._runtime.close()
+
+    async def why_not_ready(self) -> str | None:
+        try:
+            await self._runtime.check()
+        except OublietteError as reason:
+            return reason.message
+        return None
+
+    async def ask_locally(self, operation: str, params: bytes) -> object:
+        return await self._gate.call(Asked(actor=LOCAL, door="local"), operation, params)
+
+    def _profile(self, autonomy: str) -> LaunchProfile:
+        return builtin.profile(commands=self._runtime.isolated or self._settings.unsafe_no_sandbox, autonomy=autonomy)
+
+    def _forget_workspace(self, project_id: str, workspace_id: str | None) -> None:
+        folder = self._home.path / "projects" / project_id
+        if workspace_id is not None:
+            folder = folder / "workspaces" / workspace_id
+        self._tasks.create_task(asyncio.to_thread(_remove, folder))
+
+    async def _sweep(self) -> None:
+        """End what nobody keeps, at once and now and then; forget what is kept no longer."""
+        while True:
+            await self._boxes.reap()
+            before = self._clock.now() - self._settings.outcomes_kept_s
+            while await self._database.write(lambda tx, before=before: calls.forget(tx, before, FORGET_ROWS)):
+                pass
+            await asyncio.sleep(SWEEP_EVERY_S)
+
+
+def _runtime(settings: Settings) -> Runtime:
+    return ProcessRuntime(settings.home) if settings.runtime == "process" else BubblewrapRuntime(settings.home)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
