@@ -101,5 +101,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--log")
     parser.add_argument("--way", default="")
+    parser.add_argument("program", nargs="?")  # as the packed program is told: `client`
     given = parser.parse_args()
     ToolsServer(given.way, given.log).run()

@@ -99,7 +99,7 @@ def as_list(value: Any) -> List[Any]:
 
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 # ---------------------------------------------------------------------------------------------- JSON-RPC over lines

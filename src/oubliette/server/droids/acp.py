@@ -299,7 +299,7 @@ class AcpDroid:
             while not self._over.is_set():
                 await self._round()
         except TakenOver as failure:
-            self._let_go(failure.message)
+            self._let_go(str(failure))
         except Exception:
             logger.exception("a droid is given up", extra={"process_id": self._process.id})
             await self._give_up("a fault in the server ended this droid; the server's log has the details")
@@ -558,8 +558,7 @@ class AcpDroid:
             draft.inputs.append(Input(data=jsonrpc.error(request.id, failure)))
             return
         call = peer.as_object(request.params.get("toolCall")) or {}
-        offered: Any = request.params.get("options")
-        options = [option for option in map(peer.as_object, offered if isinstance(offered, list) else ()) if option]
+        options = [option for option in map(peer.as_object, peer.as_list(request.params.get("options"))) if option]
         if draft.conversation.cancelled is not None:
             decision = permissions.CANCELLED
         else:

@@ -21,6 +21,10 @@ def as_object(value: object) -> Mapping[str, Any] | None:
     return cast("Mapping[str, Any]", value) if isinstance(value, dict) else None
 
 
+def as_list(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
 class OpenRequests(msgspec.Struct, frozen=True):
     """What we asked and were not answered yet: id → what for."""
 

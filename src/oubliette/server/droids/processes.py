@@ -21,7 +21,7 @@ import msgspec
 
 from oubliette.server.clock import Clock
 from oubliette.server.droids.driver import KeeperLink
-from oubliette.server.errors import BoxFailed, DroidFailed, OublietteError
+from oubliette.server.errors import BoxFailed, OublietteError
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.relay import FRAME_BYTES_MAX, KEEPER_HELD_BYTES_MAX, Accepted, Exited, ProcessState, Stdout
 
