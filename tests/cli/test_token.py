@@ -100,10 +100,10 @@ async def test_a_server_that_just_took_the_lock_is_waited_for(home: Home):
 
 
 async def test_without_a_server_the_home_itself_is_used(home: Home):
-    code, out, err = await oubliette(home.path, "token", "create", "ant", "--scope", "admin", "--json")
+    code, out, err = await oubliette(home.path, "token", "create", "ant", "--scope", "read", "--json")
     assert code == 0, err
     made = json.loads(out)
-    assert (made["name"], made["scope"]) == ("ant", "admin")
+    assert (made["name"], made["scope"]) == ("ant", "read")
     code, out, _ = await oubliette(home.path, "token", "revoke", "ant")
     assert (code, out) == (0, f"revoked {made['id']} (ant)\n")
     _, out, _ = await oubliette(home.path, "token", "list")

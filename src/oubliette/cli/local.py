@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -39,7 +39,8 @@ async def _ask(settings: Settings, operation: str, params: dict[str, Any]) -> di
         # The whole server is loaded only where none is running.
         from oubliette.server.app import locally
 
-        return await locally(settings, operation, params)
+        done = await locally(settings, operation, msgspec.json.encode(params))
+        return cast("dict[str, Any]", msgspec.to_builtins(done))
 
 
 async def _ask_server(home: Home, operation: str, params: dict[str, Any]) -> dict[str, Any]:

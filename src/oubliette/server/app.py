@@ -116,7 +116,7 @@ async def running(settings: Settings, *, mark: Mark = _unmarked) -> AsyncGenerat
                     async with _doors(settings, home, database, tasks, mark) as started:
                         yield started
                     raise _Stopping
-            except* _Stopping:
+            except _Stopping:
                 pass
         finally:
             await database.close()
@@ -125,20 +125,12 @@ async def running(settings: Settings, *, mark: Mark = _unmarked) -> AsyncGenerat
 async def locally(settings: Settings, operation: str, params: bytes) -> object:
     """Do one operation in this process, opening no door and taking up nothing. The home's lock is the caller's."""
     database = SqliteDatabase(Home(settings.home).database, durability=settings.durability)
-    refused: OublietteError | None = None
-    result: object = None
     try:
         async with Tasks() as tasks:
             app = App(settings, Home(settings.home), database, tasks, _unmarked, await _installation(database))
-            try:
-                result = await app.ask_locally(operation, params)
-            except OublietteError as error:  # raised below, where no group wraps it
-                refused = error
+            return await app.ask_locally(operation, params)
     finally:
         await database.close()
-    if refused is not None:
-        raise refused
-    return result
 
 
 @asynccontextmanager

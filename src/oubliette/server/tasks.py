@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextvars import Context
+from types import TracebackType
 from typing import Any, TypeVar
 
 from oubliette.server.errors import OublietteError
@@ -20,6 +21,17 @@ class Tasks(asyncio.TaskGroup):
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
         return super().create_task(_reporting(coro), name=name, context=context)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the tasks. As none of them raises, what the body raised is all there is: it comes out as it is."""
+        try:
+            await super().__aexit__(kind, error, trace)
+        except BaseExceptionGroup:
+            if error is None:
+                raise
+            raise error from error.__cause__
 
 
 async def _reporting(work: Coroutine[Any, Any, T]) -> T | None:
