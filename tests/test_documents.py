@@ -28,12 +28,21 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def leads_somewhere(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    aim = page.parent / path if path else page
+    return aim.exists() and (not anchor or anchor in headings(aim))
+
+
+def headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path):
-    targets = LINK.findall(
-        re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    )
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [target for target in LINK.findall(text) if not leads_somewhere(page, target)] == []
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
