@@ -114,6 +114,7 @@ async def test_a_cancel_while_the_server_is_away_is_told_when_it_is_back(box: Bo
         sent = host.call("ant_echo")
         call = await relay.take(CallerTool)
         await relay.stop()
+        await host.logged(b"link down")
         unsent = host.call("ant_echo", {"n": 2})
         host.cancel(unsent)
         host.cancel(sent)
@@ -128,6 +129,24 @@ async def test_a_cancel_while_the_server_is_away_is_told_when_it_is_back(box: Bo
         assert len(relay.of(CallerTool)) == 2
 
 
+async def test_a_cancel_that_a_dying_server_did_not_hear_is_told_to_the_next(box: Box) -> None:
+    async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay) as host:
+        heard, unheard = host.call("ant_echo", {"n": 1}), host.call("ant_echo", {"n": 2})
+        first, second = await relay.take_many(2, CallerTool)
+        host.cancel(heard)
+        await relay.take(Cancel)
+        first.fail(failure(-32000, "cancelled", "cancelled"))
+        pending = host.call("ant_echo", {"n": 3})
+        (await relay.take(CallerTool)).reply("in order")
+        await pending
+        host.cancel(unheard)
+        await relay.take(Cancel)
+        await relay.stop()
+        await relay.listen()
+        assert (await relay.take(Cancel)).params.call_key == second.params.call_key
+        assert len(relay.of(CallerTool)) == 3
+
+
 async def test_calls_to_a_lost_server_fail_by_name_at_the_deadline_that_it_told(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay:
         patience(relay, 0.4, 0.2)
@@ -135,6 +154,7 @@ async def test_calls_to_a_lost_server_fail_by_name_at_the_deadline_that_it_told(
             sent = host.call("ant_echo")
             await relay.take(CallerTool)
             await relay.stop()
+            await host.logged(b"link down")
             await host.ask("ping")
             started = asyncio.get_running_loop().time()
             unsent = host.call("ant_echo")

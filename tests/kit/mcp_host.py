@@ -114,6 +114,13 @@ class McpHost:
         async with asyncio.timeout(SLOW_S):
             return await self.process.wait()
 
+    async def logged(self, words: bytes) -> None:
+        """Wait until its log says this."""
+        async with asyncio.timeout(SLOW_S):
+            while words not in self.log:
+                self._moved.clear()
+                await self._moved.wait()
+
     async def _next(self, is_wanted: Any) -> dict[str, Any]:
         async with asyncio.timeout(SLOW_S):
             while True:
@@ -144,6 +151,7 @@ class McpHost:
         assert self.process.stderr is not None
         while data := await self.process.stderr.read(65536):
             self.log += data
+            self._moved.set()
 
 
 class Pending:

@@ -15,7 +15,7 @@ from oubliette.inside.toolbox import OWN
 
 TYPE_CHECKING = False  # see link.py
 if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
+    from typing import Any, Callable, Dict, Optional, Set, Tuple, Union
 
     from oubliette.inside.toolbox import Route
 
@@ -61,7 +61,7 @@ class Calls:
         self._open: Dict[int, Call] = {}
         self._by_id: Dict[Id, int] = {}  # the agent's id of a call: ours
         self._unsent: Set[int] = set()
-        self._owed: List[bytes] = []  # cancels that the server has yet to hear
+        self._cancels: Dict[int, bytes] = {}  # by call: cancels that the server may not have heard
         self._heard: Dict[int, float] = {}  # the last number that went to the agent as progress
         self._beaten: Dict[int, float] = {}  # when
         self._held_bytes = 0
@@ -77,7 +77,7 @@ class Calls:
     ) -> Optional[Json]:
         """Open a call and write its frame; an error if it cannot be."""
         number = self.next_id
-        key = os.urandom(16).hex()
+        key = os.urandom(16).hex() if route.is_keyed else ""
         try:
             if route.kind == OWN:
                 parameters = dict(arguments, call_key=key) if route.is_keyed else arguments
@@ -105,7 +105,7 @@ class Calls:
         self._open[number] = (mcp_id, name, frame, key, now, token, modern, route.kind)
         self._by_id[mcp_id] = number
         self._held_bytes += size
-        due = now + (PROGRESS_EVERY_S if token is not None else self.patience_s)
+        due = now + (self.patience_s if token is None else min(self.patience_s, PROGRESS_EVERY_S))
         if self.wake_at is None or due < self.wake_at:
             self.wake_at = due
         if self.is_linked:
@@ -113,6 +113,11 @@ class Calls:
         else:
             self._unsent.add(number)
         return None
+
+    def be_patient(self, seconds: float) -> None:
+        """Wait this long for the server from now on, also for what is open already."""
+        self.patience_s = seconds
+        self.wake_at = 0.0 if self._open else None
 
     def end(self, number: int) -> Optional[Call]:
         """Take a call out of the open ones."""
@@ -127,6 +132,10 @@ class Calls:
         if self._unsent:
             self._unsent.discard(number)
         return call
+
+    def settled(self, number: int) -> None:
+        """The server answered a call that nobody waits for any more: it has heard the cancel."""
+        self._cancels.pop(number, None)
 
     def cancel(self, mcp_id: Id, reason: object) -> None:
         """The agent wants no answer any more; ids that are not open are none of our business."""
@@ -149,9 +158,9 @@ class Calls:
     def linked(self) -> None:
         """The link is (again) attached: say what the server missed, then every open call under its old key."""
         self.is_linked = True
-        for frame in self._owed:
+        for frame in self._cancels.values():
             self._to_server(frame)
-        self._owed.clear()
+        self._cancels.clear()
         self._unsent.clear()
         for call in self._open.values():
             self._to_server(call[2])
@@ -225,20 +234,23 @@ class Calls:
                 "outcome_unknown",
                 waited + ": the server was lost while this ran; whether it took effect is not known",
             )
-        self._tell_cancel(call, "no answer in time")
+        self._tell_cancel(number, call, "no answer in time")
         self.fail(number, reason)
 
     def _withdraw(self, number: int, reason: str) -> None:
         was_sent = number not in self._unsent
         call = self.end(number)
         if call is not None and was_sent:
-            self._tell_cancel(call, reason)
+            self._tell_cancel(number, call, reason)
 
-    def _tell_cancel(self, call: Call, reason: str) -> None:
+    def _tell_cancel(self, number: int, call: Call, reason: str) -> None:
+        """Cancel a call that the server has; said again on the next link unless the server has ended the call."""
+        if not call[3]:
+            return
         parameters = {"call_key": call[3], "reason": reason[:REASON_MAX]}
         text = '{"jsonrpc":"2.0","method":"cancel","params":%s}\n' % encode(parameters)
-        frame = text.encode("utf-8", "replace")
+        frame = self._cancels[number] = text.encode("utf-8", "replace")
+        if len(self._cancels) > CALLS_MAX:
+            del self._cancels[next(iter(self._cancels))]
         if self.is_linked:
             self._to_server(frame)
-        elif len(self._owed) < CALLS_MAX:
-            self._owed.append(frame)

@@ -294,7 +294,7 @@ class Client:
         longest: Any = answer.get("call_timeout_max_s")
         margin: Any = answer.get("margin_s")
         if type(longest) in (int, float) and type(margin) in (int, float):
-            self.calls.patience_s = longest + margin
+            self.calls.be_patient(longest + margin)
         limits: Any = answer.get("limits")
         bound = limits.get("frame_bytes") if is_object(limits) else None
         if type(bound) is int and bound > 0:
@@ -334,7 +334,7 @@ class Client:
             number = message.get("id")
             if type(number) is int:
                 self._answered(number, message)
-        elif "id" in message:
+        elif type(message.get("id")) in (int, str):
             refusal = {"code": METHOD_NOT_FOUND, "message": "the client answers no requests"}
             answer = encode({"jsonrpc": "2.0", "id": message["id"], "error": refusal})
             self._send(answer.encode("utf-8", "replace") + b"\n")
@@ -356,6 +356,8 @@ class Client:
         if call is None:
             if number == self._asking:
                 self._take_platform(message)
+            else:
+                self.calls.settled(number)
             return
         mcp_id, name, _, _, _, _, modern, kind = call
         problem: Any = message.get("error")
@@ -542,7 +544,7 @@ def serve(client: Client, link: Link, stdio: Stdio) -> None:
             masks = wanted
         ready = poller.poll(_wait_ms(link.wake_at, client.wake_at, now))
         now = client.now = monotonic()
-        for fd, event in ready:
+        for fd, event in sorted(ready, reverse=True):  # the server first: a lost link is known before more is sent
             if fd == 0:
                 _read_agent(client, stdio)
             elif fd == socket_fd and event & ~select.POLLOUT:
