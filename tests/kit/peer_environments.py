@@ -1,4 +1,4 @@
-"""Environments for programs of other people: made once from a lock with hashes, kept between runs.
+"""Environments for Python programs of other people: made once from a lock with hashes, kept between runs.
 
 Each lies in `.oubliette-dev/peers/` under a name that carries the digest of its lock, so that another lock is another
 environment and an old checkout keeps working. It is made beside its place and moved there when it is whole, under a
@@ -15,6 +15,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+from tests.kit.node import node_peers
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "tests" / "peers"
@@ -38,31 +40,11 @@ def python_peer(name: str) -> Path:
     return _environment(name, [lock], make) / "bin" / "python"
 
 
-@cache
-def node_peer() -> Path:
-    """The folder that holds the `node_modules` of `tests/peers/node/package-lock.json`."""
-    files = [PEERS / "node" / "package.json", PEERS / "node" / "package-lock.json"]
-
-    def make(place: Path) -> None:
-        place.mkdir()
-        for file in files:
-            shutil.copy(file, place)
-        npm = [str(Path(sys.executable).with_name("npm")), "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-        _run([*npm, "--loglevel=error"], place)
-
-    return _environment("node", files, make)
-
-
-def node() -> str:
-    """The Node that came with the environment of the tests; the machine's own may be too old."""
-    return str(Path(sys.executable).with_name("node"))
-
-
 def node_script(name: str) -> Path:
     """A script of `tests/peers/node` where it finds its modules: imports are looked up from where a file lies."""
     source = PEERS / "node" / name
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
-    place = node_peer() / f"{source.stem}-{digest}{source.suffix}"
+    place = node_peers().folder / f"{source.stem}-{digest}{source.suffix}"
     if not place.exists():
         unfinished = place.with_name(f".{place.name}.{os.getpid()}")
         shutil.copy(source, unfinished)
