@@ -13,14 +13,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     """Base of all events."""
 
 
-class Status(Event, tag="status"):
+class Status(Event, frozen=True, tag="status"):
     """The session moved to another state."""
 
     status: str
     reason: str | None = None
 
 
-class UserMessage(Event, tag="user_message"):
+class UserMessage(Event, frozen=True, tag="user_message"):
     """A message entered the session's queue."""
 
     text: str
@@ -28,11 +28,11 @@ class UserMessage(Event, tag="user_message"):
     source: str | None = None
 
 
-class TurnStarted(Event, tag="turn_started"):
+class TurnStarted(Event, frozen=True, tag="turn_started"):
     turn: int
 
 
-class Message(Event, tag="message"):
+class Message(Event, frozen=True, tag="message"):
     """A whole message of the droid."""
 
     text: str
@@ -40,7 +40,7 @@ class Message(Event, tag="message"):
     turn: int | None = None
 
 
-class Delta(Event, tag="delta"):
+class Delta(Event, frozen=True, tag="delta"):
     """Tokens as they came, gathered: one row per 100 ms or 4 KiB. Pushed only on request."""
 
     text: str
@@ -48,7 +48,7 @@ class Delta(Event, tag="delta"):
     turn: int | None = None
 
 
-class ToolCall(Event, tag="tool_call"):
+class ToolCall(Event, frozen=True, tag="tool_call"):
     """The droid began a tool call, or said more about it: the same `tool_call_id` updates."""
 
     tool_call_id: str
@@ -58,7 +58,7 @@ class ToolCall(Event, tag="tool_call"):
     turn: int | None = None
 
 
-class ToolResult(Event, tag="tool_result"):
+class ToolResult(Event, frozen=True, tag="tool_result"):
     tool_call_id: str
     tool_name: str | None = None
     is_error: bool = False
@@ -66,12 +66,12 @@ class ToolResult(Event, tag="tool_result"):
     turn: int | None = None
 
 
-class Plan(Event, tag="plan"):
+class Plan(Event, frozen=True, tag="plan"):
     entries: list[Any]
     turn: int | None = None
 
 
-class Usage(Event, tag="usage"):
+class Usage(Event, frozen=True, tag="usage"):
     input_tokens: int | None = None
     output_tokens: int | None = None
     total_tokens: int | None = None
@@ -79,7 +79,7 @@ class Usage(Event, tag="usage"):
     turn: int | None = None
 
 
-class Completion(Event, tag="completion"):
+class Completion(Event, frozen=True, tag="completion"):
     """The turn is over. `stop_reason` is the agent's own word; `end_turn` is not success."""
 
     turn: int
@@ -88,7 +88,7 @@ class Completion(Event, tag="completion"):
     duration_ms: int
 
 
-class Error(Event, tag="error"):
+class Error(Event, frozen=True, tag="error"):
     """Something failed; `kind` is a machine word, `message` is for people."""
 
     kind: str
@@ -96,12 +96,12 @@ class Error(Event, tag="error"):
     turn: int | None = None
 
 
-class Warn(Event, tag="warning"):
+class Warn(Event, frozen=True, tag="warning"):
     kind: str
     message: str
 
 
-class PermissionDecided(Event, tag="permission"):
+class PermissionDecided(Event, frozen=True, tag="permission"):
     """The agent asked for permission and the session's autonomy answered."""
 
     tool_call_id: str | None
@@ -109,13 +109,13 @@ class PermissionDecided(Event, tag="permission"):
     decision: str
 
 
-class CallerToolsDeclared(Event, tag="caller_tools_declared"):
+class CallerToolsDeclared(Event, frozen=True, tag="caller_tools_declared"):
     caller_id: str
     tools: list[str]
     names: dict[str, str]
 
 
-class CallerToolRequest(Event, tag="caller_tool_request", kw_only=True):
+class CallerToolRequest(Event, frozen=True, tag="caller_tool_request", kw_only=True):
     """A droid calls one of its caller's tools; answer by `caller_tool_response`.
 
     Arguments over 256 kB travel by reference: `arguments` is then absent, `arguments_bytes` tells their size and
@@ -130,7 +130,7 @@ class CallerToolRequest(Event, tag="caller_tool_request", kw_only=True):
     redelivery: int = 0
 
 
-class CallerToolProgress(Event, tag="caller_tool_progress"):
+class CallerToolProgress(Event, frozen=True, tag="caller_tool_progress"):
     request_id: str
     progress: float | None = None
     total: float | None = None
@@ -138,7 +138,7 @@ class CallerToolProgress(Event, tag="caller_tool_progress"):
     deadline_at: float | None = None
 
 
-class CallerToolCancelled(Event, tag="caller_tool_cancelled"):
+class CallerToolCancelled(Event, frozen=True, tag="caller_tool_cancelled"):
     """Nobody waits for this answer any more: the caller may stop working on it."""
 
     request_id: str
@@ -146,7 +146,7 @@ class CallerToolCancelled(Event, tag="caller_tool_cancelled"):
     reason: str
 
 
-class CallerToolResolved(Event, tag="caller_tool_resolved", kw_only=True):
+class CallerToolResolved(Event, frozen=True, tag="caller_tool_resolved", kw_only=True):
     """A caller-tool call ended: answered, failed, expired, cancelled or disconnected."""
 
     request_id: str
@@ -156,7 +156,7 @@ class CallerToolResolved(Event, tag="caller_tool_resolved", kw_only=True):
     duration_ms: int
 
 
-class ChildStarted(Event, tag="child_started"):
+class ChildStarted(Event, frozen=True, tag="child_started"):
     child_session_id: str
 
 

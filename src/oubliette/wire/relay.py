@@ -45,7 +45,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pass
 
 
-class ProcessState(_Params):
+class ProcessState(_Params, frozen=True):
     """What a keeper says of a process it keeps, at attach and in answer to `start`."""
 
     process: str
@@ -56,7 +56,7 @@ class ProcessState(_Params):
     exit_signal: int | None = None
 
 
-class Attach(_Params):
+class Attach(_Params, frozen=True):
     key: str
     role: Literal["client", "keeper"]
     instance: str
@@ -64,12 +64,12 @@ class Attach(_Params):
     processes: list[ProcessState] = []
 
 
-class Limits(_Params):
+class Limits(_Params, frozen=True):
     frame_bytes: int = FRAME_BYTES_MAX
     pending_calls: int = 64
 
 
-class Attached(_Params, omit_defaults=False):
+class Attached(_Params, frozen=True, omit_defaults=False):
     """The answer to `attach`."""
 
     session_id: str
@@ -85,7 +85,7 @@ class Attached(_Params, omit_defaults=False):
     acks: dict[str, int] = {}  # for a keeper: output of each process stored so far
 
 
-class ConfigTool(_Params):
+class ConfigTool(_Params, frozen=True):
     """One of the caller's tools; `box_name` is its final name in the box."""
 
     name: str
@@ -97,29 +97,29 @@ class ConfigTool(_Params):
     timeout_s: float | None = None
 
 
-class CallerToolsConfig(_Params):
+class CallerToolsConfig(_Params, frozen=True):
     caller_id: str
     tools: list[ConfigTool]
 
 
-class CallerTool(_Params):
+class CallerTool(_Params, frozen=True):
     tool: str  # the declared name or the name in the box
     arguments: dict[str, Any] = {}
     call_key: str | None = None
 
 
-class OublietteTools(_Params):
+class OublietteTools(_Params, frozen=True):
     api_key: str
 
 
-class OublietteCallTool(_Params):
+class OublietteCallTool(_Params, frozen=True):
     api_key: str
     tool: str
     arguments: dict[str, Any] = {}
     call_key: str | None = None
 
 
-class SessionMessage(_Params):
+class SessionMessage(_Params, frozen=True):
     message: str
     session_id: str | None = None
     workspace_id: str | None = None
@@ -128,26 +128,26 @@ class SessionMessage(_Params):
     call_key: str | None = None
 
 
-class SessionEvents(_Params):
+class SessionEvents(_Params, frozen=True):
     session_id: str
     since_index: int = -1
     max_events: int = 100
     wait_seconds: float = 0
 
 
-class Cancel(_Params):
+class Cancel(_Params, frozen=True):
     call_key: str
     reason: str = ""
 
 
-class Progress(_Params):
+class Progress(_Params, frozen=True):
     call_key: str
     progress: float | None = None
     total: float | None = None
     message: str | None = None
 
 
-class Start(_Params):
+class Start(_Params, frozen=True):
     """Start this process unless it runs already; the answer is its `ProcessState`."""
 
     process: str
@@ -156,7 +156,7 @@ class Start(_Params):
     cwd: str
 
 
-class Stdin(_Params):
+class Stdin(_Params, frozen=True):
     """Input from `offset` on, base64; bytes the keeper already accepted are dropped, a gap is refused."""
 
     process: str
@@ -165,28 +165,28 @@ class Stdin(_Params):
     eof: bool = False
 
 
-class Accepted(_Params):
+class Accepted(_Params, frozen=True):
     stdin_offset: int
 
 
-class Signal(_Params):
+class Signal(_Params, frozen=True):
     process: str
     signal: Literal["TERM", "KILL", "INT"]
 
 
-class Stdout(_Params):
+class Stdout(_Params, frozen=True):
     process: str
     stream: Literal["out", "err"]
     offset: int  # of stream "out"; "err" is not numbered and may be dropped
     data: str
 
 
-class Ack(_Params):
+class Ack(_Params, frozen=True):
     process: str
     offset: int
 
 
-class Exited(_Params):
+class Exited(_Params, frozen=True):
     process: str
     exit_code: int | None = None
     exit_signal: int | None = None

@@ -184,7 +184,7 @@ class SqliteDatabase:
     async def close(self) -> None:
         if self._closed:
             return
-        while self._queue or self._scheduled:
+        while self._queue or self._scheduled:  # noqa: ASYNC110 - the next tick is what is waited for
             await asyncio.sleep(0)
         self._closed = True
         self._threads.shutdown(wait=True)
