@@ -111,15 +111,27 @@ def test_the_environment_of_the_tests_is_enough_for_the_program_and_not_the_othe
     assert checkout.asked() == []
 
 
-def test_going_back_to_an_older_lock_is_a_change_too(checkout: Checkout):
+def test_who_has_the_environment_of_the_tests_keeps_it(checkout: Checkout):
+    checkout.run("test")
+    with checkout.path.joinpath("pyproject.toml").open("a") as file:
+        file.write("\n")
+    checkout.notes.write_text("")
+    checkout.run("up")
+    assert "requirements-dev.lock" in checkout.notes.read_text()
+
+
+def test_going_back_to_an_older_lock_after_a_failure_is_a_change_too(checkout: Checkout):
     lock = checkout.path / "requirements.lock"
     before = lock.read_text()
-    checkout.run("test")
-    lock.write_text(before + "\n")
     checkout.run("up")
+    lock.write_text(before + "\n")
+    broken = checkout.notes.with_name("notes.broken")
+    broken.touch()
+    assert checkout.run("up")[0] == 9
+    broken.unlink()
     lock.write_text(before)
     checkout.asked()
-    checkout.run("test")
+    assert checkout.run("up")[0] == 0
     assert checkout.asked() == MADE[1:]
 
 
