@@ -1,11 +1,16 @@
 """The one file that boxes run: client, keeper and droid, packed.
 
 Its name tells its content, so that a box started before an upgrade keeps the program that it began with, and its
-bytes depend on nothing but the sources: no times, no order of files.
+bytes depend on nothing but the sources and this Python: no times, no order of files.
+
+Beside each source lies its compiled form: reading the sources is more than half of what a client needs to start. A
+box whose Python is of another version passes over it and reads the source.
 """
 
 import hashlib
+import importlib.util
 import io
+import marshal
 import os
 import zipfile
 from importlib import resources
@@ -35,8 +40,16 @@ def _sources() -> dict[str, bytes]:
     for source in resources.files(_PACKAGE).iterdir():
         if source.name.endswith(".py"):
             files[f"oubliette/inside/{source.name}"] = source.read_bytes()
+    files |= {f"{name}c": _compiled(name, content) for name, content in files.items()}
     files["__main__.py"] = files["oubliette/inside/__main__.py"]
     return files
+
+
+def _compiled(name: str, source: bytes) -> bytes:
+    """What Python keeps of a module, marked as never to be checked against its source: the archive is one thing."""
+    # Version 2 of the format writes no back references: those tell what else this process has in memory.
+    code = marshal.dumps(compile(source, name, "exec", dont_inherit=True, optimize=0), 2)
+    return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + importlib.util.source_hash(source) + code
 
 
 def _archive(files: dict[str, bytes]) -> bytes:
