@@ -224,7 +224,7 @@ class App:
             accept=lambda box_id: self._relay.accept(box_id),
         )
         brought: dict[str, str] = {}
-        self._sessions = sessions = Sessions(
+        self.sessions = sessions = Sessions(
             SessionRooms(
                 database=database,
                 clock=clock,
@@ -263,10 +263,10 @@ class App:
             timeout_max_s=settings.caller_tool_timeout_max_s,
             forget_workspace=self._forget_workspace,
         )
-        self._gate = Gate(rooms)
+        self.gate = Gate(rooms)
         self._boxed = Boxed(
             rooms=rooms,
-            gate=self._gate,
+            gate=self.gate,
             boxes=boxes,
             keepers=processes,
             once=Once(database, clock),
@@ -281,12 +281,12 @@ class App:
         )
         self._relay = Relay(self._boxed, tasks)
         sessions.declared = self._relay.redeclared
-        self.product = Product(rooms, self._gate, carriers, version=version("oubliette"))
+        self.product = Product(rooms, self.gate, carriers, version=version("oubliette"))
         self.mcp_sessions = McpSessions(database, clock)
 
     async def start(self) -> str | None:
         """Take up what was open, and make the first token if nobody could come in otherwise: its secret."""
-        restarted = await self._sessions.take_up()
+        restarted = await self.sessions.take_up()
         if restarted:
             self._carriers.promise_all(self._settings.restart_grace_s)
             self._boxed.expect_clients(restarted)
@@ -313,7 +313,7 @@ class App:
         return None
 
     async def ask_locally(self, operation: str, params: bytes) -> object:
-        return await self._gate.call(Asked(actor=LOCAL, door="local"), operation, params)
+        return await self.gate.call(Asked(actor=LOCAL, door="local"), operation, params)
 
     def _profile(self, autonomy: str) -> LaunchProfile:
         return builtin.profile(commands=self._runtime.isolated or self._settings.unsafe_no_sandbox, autonomy=autonomy)

@@ -82,6 +82,10 @@ class Droid(Protocol):
         """Ask the agent to stop its turn; what does not stop within 5 s is killed."""
         ...
 
+    def touch(self) -> None:
+        """A sign of life that came by another way than the agent's output."""
+        ...
+
     async def stop(self) -> None:
         """Close stdin, wait, TERM the group, KILL the group."""
         ...

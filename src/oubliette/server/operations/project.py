@@ -1,12 +1,13 @@
 """Operations on projects and workspaces."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
 from oubliette.server.limits import LIST_MAX, NAME_CHARS, TEXT_CHARS
+from oubliette.server.operations.choices import ChosenAutonomy
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.projects import projects
 from oubliette.server.projects.projects import Project, Workspace
@@ -16,16 +17,12 @@ from oubliette.server.tokens.token import Scope
 Limit = Annotated[int, Meta(ge=1, le=LIST_MAX, description="At most so many.")]
 Offset = Annotated[int, Meta(ge=0, description="Skip so many: the next page is offset + limit.")]
 ProjectId = Annotated[str, Meta(description="The project's id.")]
-Autonomy = Annotated[
-    Literal["off", "low", "medium", "high"],
-    Meta(description="What the droid may do without asking: off denies whatever asks, the others allow it once."),
-]
 
 
 class ProjectCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="For people; need not be unique.")]
     description: Annotated[str, Meta(max_length=TEXT_CHARS)] = ""
-    autonomy: Autonomy | None = None
+    autonomy: ChosenAutonomy | None = None
     max_recursion_depth: Annotated[
         int | None, Meta(description="How deep its sessions may start sessions, within the server's bound.")
     ] = None

@@ -1,6 +1,6 @@
 """Operations on sessions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -17,18 +17,15 @@ from oubliette.server.limits import (
     WAIT_S_MAX,
     WATCH_S_MAX,
 )
+from oubliette.server.operations.choices import ChosenAutonomy
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.operations.watching import Seen, follow, page_of_tree
 from oubliette.server.sessions import rows
 from oubliette.server.sessions.lifecycle import State
-from oubliette.server.sessions.sessions import Messaged, Wanted
+from oubliette.server.sessions.sessions import Autonomy, Messaged, Wanted
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Scope
 
-Autonomy = Annotated[
-    Literal["off", "low", "medium", "high"],
-    Meta(description="What the droid may do without asking: off denies whatever asks, the others allow it once."),
-]
 SessionId = Annotated[str, Meta(description="The session's id.")]
 Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Wait so many seconds at most.")]
 
@@ -54,7 +51,7 @@ class _Lending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     context: Context | None = None
     caller_id: Annotated[str | None, Meta(description="The same as context.caller_id.")] = None
     caller_tools: Annotated[list[OfferedTool] | None, Meta(description="The same as context.caller_tools.")] = None
-    autonomy: Autonomy | None = None
+    autonomy: ChosenAutonomy | None = None
     oubliette_scope: Annotated[
         Literal["read", "write"] | None,
         Meta(
@@ -219,7 +216,10 @@ async def _wanted(rooms: Rooms, asked: Asked, params: SessionMessage | SessionSp
         await rooms.tokens.verify(params.oubliette_api_key)
     if params.oubliette_scope is not None and not asked.actor.scope.covers(Scope(params.oubliette_scope)):
         raise Forbidden(f"oubliette_scope {params.oubliette_scope} is more than this token's own")
+    actor = asked.actor
+    inside = await rooms.sessions.get(actor.session_id) if actor.session_id is not None else None
     return Wanted(
+        autonomy_max=cast("Autonomy", inside.choices.autonomy) if inside is not None else "high",
         message=params.message,
         workspace_id=params.workspace_id,
         create_workspace=params.create_workspace,

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # An agent that never asked for its tools by then goes on without them, and most do so silently.
 LISTED_WITHIN_S = 10.0
+# How often a turn that waits for its caller is told from one that has fallen silent.
+TOUCH_EVERY_S = 10.0
+STOP_WITHIN_S = 10.0
 
 
 class Droids(Protocol):
@@ -110,8 +113,11 @@ class LiveSession:
 
     async def stop(self) -> None:
         """End the droid and its box; the session's row has ended already."""
-        if self.task is not None:
-            self.task.cancel()
+        task = self.task
+        if task is not None and not task.done():
+            task.cancel()
+            # A box that is being made is taken down by the task itself.
+            await asyncio.wait((task,), timeout=STOP_WITHIN_S)
         droid, self._droid = self._droid, None
         if droid is not None:
             await droid.stop()
@@ -167,7 +173,7 @@ class LiveSession:
             await droid.prompt(turn.number, turn.prompt)
         timer = asyncio.get_running_loop().call_later(LISTED_WITHIN_S, self._look_for_tools)
         try:
-            await self._over.wait()
+            await self._wait_over(droid)
         finally:
             timer.cancel()
             self._open_turn = None
@@ -175,6 +181,16 @@ class LiveSession:
             await self._lost_turn(turn.number, "droid_failed", self._loss)
             await self._clear()
         await self._rooms.exchange.cancel_all(self._id, "the turn is over")
+
+    async def _wait_over(self, droid: Droid) -> None:
+        """Wait for the turn's end. A droid that waits for its caller is not silent: the caller has its own deadline."""
+        while not self._over.is_set():
+            try:
+                async with asyncio.timeout(TOUCH_EVERY_S):
+                    await self._over.wait()
+            except TimeoutError:
+                if self._rooms.exchange.pending_count(self._id):
+                    droid.touch()
 
     async def _ready(self) -> Droid:
         """The droid, in its box; both are made where they are missing."""

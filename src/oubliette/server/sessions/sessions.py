@@ -23,6 +23,7 @@ from oubliette.wire.events import CallerToolsDeclared, ChildStarted, Event, Stat
 logger = logging.getLogger(__name__)
 
 Autonomy = Literal["off", "low", "medium", "high"]
+AUTONOMY: tuple[Autonomy, ...] = ("off", "low", "medium", "high")  # from least to most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Wanted:
     api_key: str | None = None
     declaration: Declaration | None = None
     interrupt: bool = False
+    autonomy_max: Autonomy = "high"  # what is asked out of a box gets no box weaker than that one
 
     def __repr__(self) -> str:
         return f"Wanted(workspace_id={self.workspace_id!r})"
@@ -260,12 +262,11 @@ class Sessions:
             # A child has no more than its parent: its scope is the parent's at most, its bounds are the root's.
             scopes = (parent.choices.oubliette_scope, wanted.oubliette_scope)
             scope = None if None in scopes else ("read" if "read" in scopes else "write")
-            return replace_choices(
-                parent.choices, autonomy=wanted.autonomy or parent.choices.autonomy, oubliette_scope=scope
-            )
+            autonomy = _least(wanted.autonomy or parent.choices.autonomy, parent.choices.autonomy)
+            return replace_choices(parent.choices, autonomy=autonomy, oubliette_scope=scope)
         settings = project.settings
         return Choices(
-            autonomy=wanted.autonomy or settings.get("autonomy") or "medium",
+            autonomy=_least(wanted.autonomy or settings.get("autonomy") or "medium", wanted.autonomy_max),
             oubliette_scope=wanted.oubliette_scope,
             brought_key=wanted.api_key is not None,
             max_depth=min(settings.get("max_recursion_depth", self._bounds.max_depth), self._bounds.max_depth),
@@ -287,6 +288,8 @@ class Sessions:
                 "oubliette_scope, oubliette_api_key and autonomy are chosen when a session starts; this one lives:"
                 " end it or start another with session_spawn"
             )
+        if _least(current.choices.autonomy, wanted.autonomy_max) != current.choices.autonomy:
+            raise Forbidden("a droid cannot send to a session that may do more than its own")
         if redeclared and wanted.declaration is not None:
             await rows.set_declaration(tx, current.id, wanted.declaration)
             said.append(_declared(wanted.declaration))
@@ -414,6 +417,10 @@ def replace_choices(choices: Choices, *, autonomy: str, oubliette_scope: str | N
         max_depth=choices.max_depth,
         max_descendants=choices.max_descendants,
     )
+
+
+def _least(one: str, other: str) -> str:
+    return min(one, other, key=AUTONOMY.index)
 
 
 def _declared(declaration: Declaration) -> CallerToolsDeclared:
