@@ -139,6 +139,14 @@ class Contestant:
     alone_cpu: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     crowded_cpu: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
+    @property
+    def cpu(self) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+        return self.alone_cpu, self.crowded_cpu
+
+    def warm_up(self, in_flight: int) -> None:
+        self.agent.calls(100, 1, self.tool)
+        self.agent.calls(500, in_flight, self.tool)
+
     def round(self, alone: int, crowded: int, in_flight: int) -> None:
         for count, width, results, cpu in (
             (alone, 1, self.alone, self.alone_cpu),
