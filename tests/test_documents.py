@@ -1,5 +1,6 @@
 """The documents are true: what they name exists, what they show runs, what they copy from the code is the code's."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -97,6 +98,18 @@ def test_a_setting_that_prose_names_is_one():
     assert sorted(named - {name.upper() for name, *_ in config.table()} - config._NO_SETTINGS) == []
 
 
+def test_the_readmes_conformance_count_is_the_baselines():
+    baseline = tomllib.loads(read("tests/server/endpoints/mcp/conformance.toml"))
+    told = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| (\d+) of (\d+) \|", read("README.md"), re.MULTILINE)
+    missed = {revision: int(required) - int(passed) for revision, passed, required in told}
+    # The suite does not require its extensions' scenarios.
+    assert missed == {
+        revision: sum(not name.startswith("tasks-") for name in scenarios)
+        for revision, scenarios in baseline.items()
+        if revision != "ours"
+    }
+
+
 def test_the_license_is_whole():
     text = read("LICENSE")
     assert "Apache License" in text[:200]
@@ -105,13 +118,27 @@ def test_the_license_is_whole():
 
 def pins(name: str) -> dict[str, str]:
     text = read(name).replace("\\\n", " ")
-    found = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
+    found = dict(re.findall(r"^([a-z0-9.-]+(?:\[[a-z0-9,-]+\])?)==(\S+)", text, re.MULTILINE))
     assert all("--hash=sha256:" in line for line in text.splitlines() if "==" in line)
     assert not re.search(r"https?:|--(index|find|extra|trusted)", text)
     return found
 
 
-def test_the_locks_hold_hashes_no_addresses_and_agree():
+LOCKS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("tests/**/*.lock"), *ROOT.glob("*.lock")])
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_holds_hashes_and_no_addresses(name: str):
+    assert pins(name)
+
+
+def test_the_lock_of_node_packages_holds_hashes_and_no_addresses():
+    packages = json.loads(read("tests/peers/node/package-lock.json"))["packages"]
+    assert all(one["integrity"] for name, one in packages.items() if name)
+    assert not any("resolved" in one for one in packages.values())
+
+
+def test_the_locks_agree():
     run, dev = pins("requirements.lock"), pins("requirements-dev.lock")
     assert run.items() <= dev.items()
     assert {"uv-build", "msgspec"} <= run.keys()
