@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from oubliette.wire.relay import Attach, CallerTool
 from tests.kit import sdk_stdio
 from tests.kit.boxed import Box
-from tests.kit.peer_environments import python_peer
+from tests.kit.node import node_peers
+from tests.kit.peer_environments import node_script, python_peer
 from tests.kit.relay_server import RelayServer, failure, tool
 
 SCHEMA = {
@@ -37,11 +40,9 @@ async def serve(relay: RelayServer) -> None:
         call.reply(call.params.arguments)
 
 
-async def run(interpreter: Path, mode: str, box: Box) -> dict[str, Any]:
+async def run(box: Box, *command: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        str(interpreter),
-        sdk_stdio.__file__,
-        mode,
+        *command,
         *box.argv(),
         env={**box.env(), "PATH": "/usr/bin:/bin"},
         stdout=asyncio.subprocess.PIPE,
@@ -53,31 +54,60 @@ async def run(interpreter: Path, mode: str, box: Box) -> dict[str, Any]:
     return json.loads(out)
 
 
+def check(saw: dict[str, Any]) -> None:
+    assert saw["before"][0]["name"] == "ant_echo"
+    assert saw["before"][0]["inputSchema"] == SCHEMA
+    assert saw["before"][0]["annotations"] == {"readOnlyHint": True}
+    assert saw["after"] == ["ant_echo", "ant_grow", "ant_grown", "session_message", "session_events"]
+    assert saw["echo"]["structuredContent"] == {"text": "grüße"}
+    assert saw["failed"]["isError"] is True
+    assert saw["failed"]["content"][0]["text"] == "as you wish"
+    assert saw["failed"]["_meta"]["dev.oubliette/error"]["kind"] == "caller_error"
+    assert saw["many"] == list(range(10))
+
+
+@asynccontextmanager
+async def served(box: Box) -> AsyncGenerator[RelayServer]:
+    async with RelayServer(box.folder, tools=[ECHO, GROW]) as relay, asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(serve(relay))
+        yield relay
+        serving.cancel()
+
+
 @pytest.mark.parametrize(
     ("peer", "mode", "version"),
     [
         ("mcp-2.3", "auto", "2026-07-28"),
         ("mcp-2.3", "legacy", "2025-11-25"),
+        ("mcp-1.12", "1.x", "2025-06-18"),
     ],
 )
-async def test_the_sdk_lists_calls_and_hears_of_changes(tmp_path: Path, peer: str, mode: str, version: str) -> None:
+async def test_the_python_sdk_lists_calls_and_hears_of_changes(
+    tmp_path: Path, peer: str, mode: str, version: str
+) -> None:
     box = Box(tmp_path)
     interpreter = await asyncio.to_thread(python_peer, peer)
-    async with RelayServer(box.folder, tools=[ECHO, GROW]) as relay:
-        serving = asyncio.ensure_future(serve(relay))  # noqa: TID251 - ended three lines below
-        try:
-            saw = await run(interpreter, mode, box)
-        finally:
-            serving.cancel()
+    async with served(box):
+        saw = await run(box, str(interpreter), sdk_stdio.__file__, mode)
+        check(saw)
         assert saw["version"] == version
-        assert saw["before"][0]["name"] == "ant_echo"
-        assert saw["before"][0]["inputSchema"] == SCHEMA
-        assert saw["before"][0]["annotations"] == {"readOnlyHint": True}
-        assert saw["after"] == ["ant_echo", "ant_grow", "ant_grown", "session_message", "session_events"]
-        assert saw["echo"]["structuredContent"] == {"text": "grüße"}
-        assert saw["failed"]["isError"] is True
-        assert saw["failed"]["content"][0]["text"] == "as you wish"
-        assert saw["failed"]["_meta"]["dev.oubliette/error"]["kind"] == "caller_error"
-        assert saw["many"] == list(range(10))
         assert saw["progress"] == [[1.0, 2.0, None]]
-        assert len(relay.of(Attach)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("sdk", "mode"),
+    [
+        ("mcp-sdk-1.17", "legacy"),
+        ("mcp-sdk-1.32", "legacy"),
+        ("@modelcontextprotocol/client", "legacy"),
+        ("@modelcontextprotocol/client", "auto"),
+    ],
+)
+async def test_the_typescript_sdk_lists_calls_and_hears_of_changes(tmp_path: Path, sdk: str, mode: str) -> None:
+    box = Box(tmp_path)
+    script = await asyncio.to_thread(node_script, "stdio.mjs")
+    node = str((await asyncio.to_thread(node_peers)).node)
+    async with served(box) as relay:
+        check(await run(box, node, str(script), sdk, mode))
+        # In auto mode a second, short-lived process probes: it attaches like any other.
+        assert len({each.params.instance for each in relay.of(Attach)}) in ((1, 2) if mode == "auto" else (1,))
