@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from oubliette.server import config
+from oubliette.server.caller_tools import ledger
 from oubliette.server.operations.catalogue import OPERATIONS
 from oubliette.server.operations.operation import Operation
 from oubliette.server.operations.schemas import schema
+from oubliette.server.sessions import lifecycle
 from oubliette.wire import relay
 from oubliette.wire.events import Known
 
@@ -76,6 +78,19 @@ def errors() -> str:
     return "\n".join(lines + [f"| `{kind}` | {what} |" for kind, what in relay.KINDS.items()]) + "\n"
 
 
+def states() -> str:
+    lines = ["# States", "", "Every move that there is; what is not here is refused.", ""]
+    for title, moves in (
+        ("A session", lifecycle.MOVES),
+        ("A call of a caller's tool", ledger.MOVES),
+    ):
+        lines += [f"## {title}", "", "| state | on | becomes |", "| --- | --- | --- |"]
+        for state, ways in moves.items():
+            lines += [f"| {state} | {on} | {to} |" for on, to in ways.items()] or [f"| {state} | | |"]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _in_a_box(one: Operation[Any]) -> str:
     if not one.inside:
         return "none"
@@ -120,6 +135,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "operations.md": operations,
     "events.md": events,
     "errors.md": errors,
+    "states.md": states,
 }
 
 

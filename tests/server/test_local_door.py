@@ -57,7 +57,7 @@ async def test_a_refusal_and_a_bug_are_answers_and_the_door_stays_open(tmp_path:
         "message": "there is one already",
         "data": {"kind": "conflict", "retryable": False},
     }
-    assert bug["error"] == {"code": -32603, "message": "internal error"}
+    assert (bug["error"]["code"], bug["error"]["data"]["kind"]) == (-32603, "internal")
     assert (garbage["error"]["code"], no_method["error"]["code"]) == (-32700, -32600)
     assert fine["result"]["operation"] == "token_list"
 

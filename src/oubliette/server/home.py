@@ -29,14 +29,6 @@ class Home:
     def lock(self) -> Path:
         return self.path / "lock"
 
-    @property
-    def workspaces(self) -> Path:
-        return self.path / "workspaces"
-
-    @property
-    def boxes(self) -> Path:
-        return self.path / "boxes"
-
     def make(self) -> None:
         """Make the folder, closed to everybody else; again is no error. Raises `NotConfigured`."""
         if len(os.fsencode(self.admin_socket)) >= _ADDRESS_BYTES:

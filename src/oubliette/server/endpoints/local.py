@@ -5,7 +5,6 @@ so none has to be kept for the command line.
 """
 
 import asyncio
-import logging
 import os
 import socket
 import struct
@@ -15,14 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from oubliette.server.errors import OublietteError
+from oubliette.server.endpoints import failures
 from oubliette.wire import jsonrpc
 
 LINE_BYTES_MAX = 1024 * 1024
 CONNECTIONS_MAX = 16
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-logger = logging.getLogger(__name__)
 
 # An operation's name and its parameters as JSON, to its result. Raises `OublietteError`.
 Ask = Callable[[str, bytes], Awaitable[object]]
@@ -88,15 +85,12 @@ async def _reply(line: bytes, ask: Ask) -> bytes:
     try:
         frame = jsonrpc.decode_frame(line)
     except msgspec.DecodeError:
-        return jsonrpc.error(None, jsonrpc.ErrorObject(jsonrpc.PARSE_ERROR, "this line is no JSON object"))
+        return jsonrpc.error(None, failures.problem(jsonrpc.PARSE_ERROR, "invalid_request", "no JSON object"))
     if not isinstance(frame.method, str) or not isinstance(frame.id, int | str):
-        return jsonrpc.error(None, jsonrpc.ErrorObject(jsonrpc.INVALID_REQUEST, "a request has an id and a method"))
+        problem = failures.problem(jsonrpc.INVALID_REQUEST, "invalid_request", "a request has an id and a method")
+        return jsonrpc.error(None, problem)
     params = b"{}" if isinstance(frame.params, msgspec.UnsetType) else bytes(frame.params)
     try:
         return jsonrpc.result(frame.id, await ask(frame.method, params))
-    except OublietteError as error:
-        data = {"kind": error.kind, "retryable": error.retryable}
-        return jsonrpc.error(frame.id, jsonrpc.ErrorObject(jsonrpc.SERVER_ERROR, error.message, data))
-    except Exception:
-        logger.exception("a local request failed", extra={"operation": frame.method})
-        return jsonrpc.error(frame.id, jsonrpc.ErrorObject(jsonrpc.INTERNAL_ERROR, "internal error"))
+    except Exception as failure:
+        return jsonrpc.error(frame.id, failures.as_rpc(failure))
