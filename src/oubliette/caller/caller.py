@@ -37,7 +37,7 @@ from oubliette.caller.session import Session
 from oubliette.caller.tool import Tool, tool_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-LANES = 4
+LANES = 16
 DRAIN_S = 5.0
 
 

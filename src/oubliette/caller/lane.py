@@ -170,7 +170,11 @@ class Lane(asyncio.Protocol):
 
 
 class Lanes:
-    """A few lanes to one address: an answer does not wait behind another's commit when a lane is free."""
+    """Lanes to one address, each connected when the others are busy.
+
+    A server answers the requests of one connection in turn: an answer on a lane of its own does not wait behind
+    another's commit, and those that arrive together share one.
+    """
 
     def __init__(
         self, count: int, address: Address, tls: ssl.SSLContext | None, headers: Callable[[], dict[str, str]]
@@ -179,10 +183,12 @@ class Lanes:
 
     def post(self, body: bytes, done: Done) -> None:
         best = self._lanes[0]
-        if best.load:
-            for lane in self._lanes:
-                if lane.load < best.load:
-                    best = lane
+        least = best.load
+        for lane in self._lanes:
+            if not least:
+                break
+            if (load := lane.load) < least:
+                best, least = lane, load
         best.post(body, done)
 
     def keep(self, crew: Crew) -> None:
