@@ -104,6 +104,36 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Joining:
+    """A transport that sends a response's head together with the first bytes of its body: one write, not two."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._head = b""
+        self.is_closing = transport.is_closing
+        self.abort = transport.abort
+        self.get_extra_info = transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 "):
+            self._head = data
+            self._loop.call_soon(self._flush)  # where no body follows at once
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+
 class _Connection(HttpToolsProtocol):
     """uvicorn's connection, which lets a request break it off, and does not wait for ever for the first one."""
 
@@ -111,6 +141,7 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = _Joining(transport)  # type: ignore[assignment]
         self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)
 
     def on_headers_complete(self) -> None:

@@ -67,7 +67,6 @@ class Exchange:
         self._abort = abort
         self._opened = opened
         self._leaving_cancels = leaving_cancels
-        self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[Any] | None = None
         self._cancelled: bytes | None = None  # the answer of a request that was cancelled
         self._stream: Stream | None = None
@@ -79,7 +78,7 @@ class Exchange:
     async def run(self, work: Coroutine[Any, Any, Answer]) -> None:
         """Run the handler to its answer and send that; the handler's own errors are answers already."""
         self._task = asyncio.current_task()
-        timer = self._loop.call_later(WATCH_AFTER_S, self._watch)
+        timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._watch)
         try:
             status, answer = await work
         except asyncio.CancelledError:
@@ -144,7 +143,7 @@ class Exchange:
             self._tasks.create_task(self._await_leaving())
 
     async def _await_leaving(self) -> None:
-        commit = self._loop.call_later(COMMIT_AFTER_S, self._commit)
+        commit = asyncio.get_running_loop().call_later(COMMIT_AFTER_S, self._commit)
         try:
             await until_gone(self._receive)
         finally:
