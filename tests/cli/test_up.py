@@ -82,6 +82,14 @@ def test_a_token_made_before_the_first_start_is_the_first(tmp_path: Path):
         assert status_of(said["url"], made.stdout.strip()) not in (401, 403)
 
 
+def test_the_address_it_listens_on_may_be_called_by_its_name(tmp_path: Path):
+    with up(tmp_path, "--host", "127.0.0.2") as said:
+        assert said["url"] is not None
+        assert said["first_token"] is not None
+        assert "127.0.0.2" in said["url"]
+        assert status_of(said["url"], said["first_token"]) not in (401, 403, 421)
+
+
 def test_a_home_is_served_once(tmp_path: Path):
     with up(tmp_path):
         again = oubliette("up", "--home", str(tmp_path), "--port", "0")

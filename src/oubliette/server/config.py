@@ -35,11 +35,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, Meta(ge=0, le=65535, description="The TCP port; 0 takes a free one.")] = 8080
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Meta(description="Names that the `Host` header may carry, besides this machine's loopback names and `host`."),
+        Meta(description="Names that the `Host` header may carry, besides loopback names and `host`; `*` is any."),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Meta(description="Web origins that may call; a request with another `Origin` header is refused."),
+        Meta(description="Web origins that may call, besides pages of this machine; `*` is any."),
     ] = ()
     runtime: Annotated[
         Literal["bubblewrap", "process"],
