@@ -127,7 +127,7 @@ async def locally(settings: Settings, operation: str, params: bytes) -> object:
     database = SqliteDatabase(Home(settings.home).database, durability=settings.durability)
     try:
         async with Tasks() as tasks:
-            app = App(settings, Home(settings.home), database, tasks, _unmarked, await _installation(database))
+            app = App(settings, Home(settings.home), database, tasks, _unmarked, await installation(database))
             return await app.ask_locally(operation, params)
     finally:
         await database.close()
@@ -135,11 +135,11 @@ async def locally(settings: Settings, operation: str, params: bytes) -> object:
 
 @asynccontextmanager
 async def _doors(settings: Settings, home: Home, database: Database, tasks: Tasks, mark: Mark) -> AsyncGenerator[Ready]:
-    app = App(settings, home, database, tasks, mark, await _installation(database))
+    app = App(settings, home, database, tasks, mark, await installation(database))
     first_token = await app.start()
     listener = _listen(settings)
     async with McpEndpoint(
-        app.product, app.mcp_sessions, doors=Doors(settings.allowed_hosts, settings.allowed_origins)
+        app.product, app.mcp_sessions, doors=Doors([settings.host, *settings.allowed_hosts], settings.allowed_origins)
     ) as mcp:
         http = HttpServer(Routes(mcp, app.why_not_ready), listener)
         serving = tasks.create_task(http.serve(), name="http")
@@ -166,7 +166,7 @@ def _listen(settings: Settings) -> socket.socket:
         ) from None
 
 
-async def _installation(database: Database) -> Installation:
+async def installation(database: Database) -> Installation:
     """Who we are, and for which time we start."""
     fresh = ids.new_key()[:16]
 
@@ -190,7 +190,7 @@ class App:
         database: Database,
         tasks: Tasks,
         mark: Mark,
-        installation: Installation,
+        identity: Installation,
     ) -> None:
         self._settings = settings
         self._home = home
@@ -199,7 +199,7 @@ class App:
         self._clock = clock = SystemClock()
         self._runtime = runtime = _runtime(settings)
         self._carriers = carriers = Carriers(clock, grace_s=settings.disconnect_grace_s)
-        keys = Tokens(database, clock)
+        self.tokens = keys = Tokens(database, clock)
         events = EventLog(database, events_kept=settings.events_kept, bytes_kept=settings.event_bytes_kept)
         following = Following()
         exchange = Exchange(
@@ -218,7 +218,7 @@ class App:
             database=database,
             clock=clock,
             runtime=runtime,
-            installation=installation.id,
+            installation=identity.id,
             tasks=tasks,
             abandoned_after_s=settings.box_abandoned_after_s,
             accept=lambda box_id: self._relay.accept(box_id),
@@ -236,7 +236,7 @@ class App:
                     processes,
                     append=events.append,
                     after=following.wake,
-                    epoch=installation.epoch,
+                    epoch=identity.epoch,
                     profile=self._profile,
                     patience=Patience(silence_s=settings.turn_silence_s),
                 ),
@@ -304,6 +304,7 @@ class App:
     async def close(self) -> None:
         """Close the doors to the boxes and leave the boxes running."""
         await self._runtime.close()
+        self._relay.close()
 
     async def why_not_ready(self) -> str | None:
         try:

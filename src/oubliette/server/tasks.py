@@ -15,23 +15,33 @@ T = TypeVar("T")
 
 
 class Tasks(asyncio.TaskGroup):
-    """A task group whose tasks report and do not raise."""
+    """A task group whose tasks report and do not raise; once it is left, what is asked of it is dropped."""
+
+    _left = False
 
     def create_task(  # pyright: ignore[reportIncompatibleMethodOverride] - coroutines are all that we run
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
+        if self._left:
+            coro.close()
+            return asyncio.get_running_loop().create_task(_nothing())
         return super().create_task(_reporting(coro), name=name, context=context)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the tasks. As none of them raises, what the body raised is all there is: it comes out as it is."""
+        self._left = True
         try:
             await super().__aexit__(kind, error, trace)
         except BaseExceptionGroup:
             if error is None:
                 raise
             raise error from error.__cause__
+
+
+async def _nothing() -> None:
+    """What becomes of work that comes too late."""
 
 
 async def _reporting(work: Coroutine[Any, Any, T]) -> T | None:

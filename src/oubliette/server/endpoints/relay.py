@@ -112,6 +112,10 @@ class Connection(asyncio.Protocol):
             return
         transport.write(line)
 
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
         self._transport = None
@@ -267,6 +271,12 @@ class Relay:
 
     def spawn(self, work: Any) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
+
+    def close(self) -> None:
+        """The server stops: every connection ends, and what was asked on it stays asked."""
+        for door in self._doors.values():
+            for connection in tuple(door.connections):
+                connection.abort()
 
     # -- connections --------------------------------------------------------------------------------------------
 

@@ -106,9 +106,10 @@ class LiveSession:
         """Cancel the open turn, and what it waits for; False where none is open."""
         if self._open_turn is None:
             return False
-        await self._rooms.exchange.cancel_all(self._id, "the turn was cancelled")
+        # The droid first: one that saw its call fail before it knew would go on with its plan.
         if self._droid is not None:
             await self._droid.cancel()
+        await self._rooms.exchange.cancel_all(self._id, "the turn was cancelled")
         return True
 
     async def stop(self) -> None:

@@ -1,0 +1,342 @@
+"""Sessions on a whole server: real boxes, real droids."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oubliette.server.errors import Conflict, Forbidden, InvalidParams, NotFound, TooMany, Unauthenticated
+from oubliette.server.tokens.token import Actor, Scope
+from tests.kit.app import World, world
+
+CHILD = json.dumps({"tool": "session_message", "args": {"message": '<<plan [{"say": "c"}]>>', "wait_seconds": 20}})
+TOOLS: dict[str, Any] = {"caller_id": "ant", "caller_tools": [{"name": "echo"}]}
+
+
+async def until(here: World, session_id: str, kind: str) -> dict[str, Any]:
+    """Wait until the session's log holds an event of this type; the first of them."""
+    since = -1
+    async with asyncio.timeout(20):
+        while True:
+            page = await here.ask("session_events", session_id=session_id, since_index=since, wait_seconds=5)
+            for event in page["events"]:
+                if event["type"] == kind:
+                    return event
+            since = page["last_index"]
+
+
+async def test_a_message_starts_a_session_and_the_next_one_continues_it(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        first = await here.run(project, '[{"say": "one"}]')
+        second = await here.run(project, '[{"say": "two"}]')
+        assert (first["spawned"], first["last_event_index"], first["result"]) == (True, -1, "one")
+        assert (second["spawned"], second["session_id"], second["turn"]) == (False, first["session_id"], 2)
+        shown = await here.ask("session_get", session_id=first["session_id"], turns=5)
+        assert [(turn["turn"], turn["text"], turn["stop_reason"]) for turn in shown["turns"]] == [
+            (1, "one", "end_turn"),
+            (2, "two", "end_turn"),
+        ]
+        assert shown["status"] == "idle"
+
+
+async def test_the_log_is_dense_and_pages_lose_nothing(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        session_id = (await here.run(project, '[{"say": "one"}, {"say": "two"}]'))["session_id"]
+        whole = await here.events(session_id)
+        assert [event["index"] for event in whole] == list(range(len(whole)))
+        paged: list[dict[str, Any]] = []
+        while True:
+            since = paged[-1]["index"] if paged else -1
+            page = await here.ask("session_events", session_id=session_id, since_index=since, max_events=3)
+            paged += page["events"]
+            if not page["more"]:
+                break
+        assert paged == whole
+
+
+async def test_beyond_the_bound_the_oldest_events_go_and_asking_for_them_names_the_oldest(tmp_path: Path):
+    async with world(tmp_path / "h", events_kept=20) as here:
+        project = await here.project()
+        plan = "[" + ", ".join(['{"list": true}'] * 60) + "]"
+        session_id = (await here.run(project, plan))["session_id"]
+        with pytest.raises(Exception, match=r"have been purged \(oldest available: \d+\)") as caught:
+            await here.ask("session_events", session_id=session_id)
+        oldest = caught.value.details["oldest_index"]  # type: ignore[attr-defined]
+        page = await here.ask("session_events", session_id=session_id, since_index=oldest - 1, max_events=500)
+        assert page["first_index"] == oldest == page["events"][0]["index"]
+
+
+async def test_messages_for_a_busy_session_wait_their_turn_up_to_a_bound(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        plan = '<<plan [{"tool": "ant_echo", "args": {}}]>>'
+        first = await here.ask("session_message", actor=ant, project_id=project, message=plan, context=TOOLS)
+        session_id = first["session_id"]
+        request = (await here.ask("caller_tool_poll", actor=ant, session_id=session_id))["requests"][0]
+        for number in range(16):
+            queued = await here.ask(
+                "session_message", actor=ant, project_id=project, message=f'<<plan [{{"say": "{number}"}}]>>'
+            )
+            assert queued["turn"] == number + 2
+        with pytest.raises(TooMany, match="16 messages wait"):
+            await here.ask("session_message", actor=ant, project_id=project, message="one too many")
+        await here.ask(
+            "caller_tool_response", actor=ant, session_id=session_id, request_id=request["request_id"], result=1
+        )
+        await here.ask("session_watch", session_id=session_id, wait_seconds=20)
+        shown = await here.ask("session_get", session_id=session_id, turns=20)
+        assert [turn["text"] for turn in shown["turns"]][1:] == [str(number) for number in range(16)]
+
+
+async def test_an_interrupt_cancels_the_running_turn_and_its_calls_first(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        plan = '<<plan [{"tool": "ant_echo", "args": {}}, {"say": "not reached"}]>>'
+        first = await here.ask("session_message", actor=ant, project_id=project, message=plan, context=TOOLS)
+        await here.ask("caller_tool_poll", actor=ant, session_id=first["session_id"])
+        second = await here.run(project, '[{"say": "instead"}]', actor=ant, interrupt=True)
+        assert second["result"] == "instead"
+        turns = (await here.ask("session_get", session_id=first["session_id"], turns=2))["turns"]
+        assert turns[0]["stop_reason"] == "cancelled"
+        log = await here.events(first["session_id"])
+        assert [event["outcome"] for event in log if event["type"] == "caller_tool_resolved"] == ["cancelled"]
+
+
+async def test_cancelling_leaves_the_session_to_go_on(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        started = await here.ask("session_message", project_id=project, message='<<plan [{"sleep": 60}]>>')
+        await until(here, started["session_id"], "turn_started")
+        assert (await here.ask("session_cancel", session_id=started["session_id"]))["cancelled"]
+        assert (await here.run(project, '[{"say": "on"}]'))["result"] == "on"
+
+
+async def test_ending_a_session_ends_its_droid_its_calls_its_key_and_its_children(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        plan = '[{"tool": "session_message", "args": {"message": "<<plan [{\\"sleep\\": 60}]>>"}}, {"sleep": 60}]'
+        started = await here.ask(
+            "session_message",
+            actor=ant,
+            project_id=project,
+            message=f"<<plan {plan}>>",
+            context=TOOLS,
+            oubliette_scope="read",
+        )
+        session_id = started["session_id"]
+        child = (await until(here, session_id, "child_started"))["child_session_id"]
+        await until(here, child, "turn_started")
+        keepers = await pids(here)
+        assert len(keepers) == 2
+        ended = await here.ask("session_end", actor=ant, session_id=session_id)
+        assert ended["status"] == "completed"
+        assert (await here.ask("session_get", session_id=child))["status"] == "completed"
+        assert not any(alive(pid) for pid in keepers)
+        assert await here.rows("SELECT 1 FROM tokens WHERE session_id = ? AND revoked_at IS NULL", session_id) == []
+        assert (await here.ask("session_end", session_id=session_id))["status"] == "completed"
+        with pytest.raises(Conflict, match="has ended"):
+            await here.ask("session_message", session_id=session_id, message="hello?")
+
+
+async def pids(here: World) -> list[int]:
+    """The first processes of all boxes, as the host numbers them."""
+    rows = await here.rows("SELECT handle FROM boxes WHERE state = 'running'")
+    return [int(json.loads(handle)["pid"]) for (handle,) in rows]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_children_have_a_depth_and_a_budget_of_the_root(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project(max_recursion_depth=1, max_agents_per_session=2)
+        plan = f"[{CHILD}, {CHILD}, {CHILD}]"
+        done = await here.run(project, plan)
+        results = [event for event in await here.events(done["session_id"]) if event["type"] == "tool_result"]
+        assert [event["is_error"] for event in results if "is_error" in event] == [True]
+        assert "max_agents_per_session (2)" in str(results[-1]["content"])
+        inner = json.dumps({"tool": "session_message", "args": {"message": f"<<plan [{CHILD}]>>", "wait_seconds": 20}})
+        deep = await here.ask("session_spawn", project_id=project, message=f"<<plan [{inner}]>>", wait_seconds=20)
+        shown = await here.ask("session_get", session_id=deep["session_id"])
+        log = await here.events(shown["children"][0])
+        assert "max_recursion_depth (1)" in str(log)
+
+
+async def test_only_the_owner_lends_tools_and_others_change_nothing_of_it(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant, bee = await here.project(), await here.caller("ant"), await here.caller("bee")
+        session_id = (await here.run(project, '[{"say": "x"}]', actor=ant, context=TOOLS))["session_id"]
+        with pytest.raises(Forbidden, match="started this session"):
+            await here.run(project, '[{"say": "y"}]', actor=bee, context=TOOLS)
+        assert (await here.run(project, '[{"list": true}]', actor=bee))["session_id"] == session_id
+        shown = await here.ask("session_get", session_id=session_id)
+        assert shown["caller_tools"] == {"echo": "ant_echo"}
+
+
+async def test_tools_declared_again_on_a_live_session_replace_the_old_ones(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        await here.run(project, '[{"say": "x"}]', context=TOOLS)
+        again = {"caller_id": "ant", "caller_tools": [{"name": "other"}]}
+        plan = '[{"wait_tool": "ant_other", "s": 10}, {"list": true}]'
+        assert "ant_echo" not in (await here.run(project, plan, context=again))["result"]
+
+
+async def test_a_declaration_in_context_and_at_the_top_level_must_agree(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        with pytest.raises(InvalidParams, match="they differ"):
+            await here.run(project, "[]", context=TOOLS, caller_id="bee")
+        assert (await here.run(project, '[{"list": true}]', **TOOLS))["caller_tools"] == {"echo": "ant_echo"}
+
+
+async def test_the_slots_of_a_project_are_bounded_and_an_ended_session_frees_its_own(tmp_path: Path):
+    async with world(tmp_path / "h", sessions_per_project=2) as here:
+        project = await here.project()
+        first = await here.ask("session_spawn", project_id=project, message="x", wait_seconds=20)
+        await here.ask("session_spawn", project_id=project, message="x", wait_seconds=20)
+        with pytest.raises(TooMany, match="2 sessions of this project are live"):
+            await here.ask("session_spawn", project_id=project, message="x")
+        await here.ask("session_end", session_id=first["session_id"])
+        await here.ask("session_spawn", project_id=project, message="x", wait_seconds=20)
+
+
+async def test_a_session_that_idles_for_too_long_is_ended(tmp_path: Path):
+    async with world(tmp_path / "h", idle_after_s=0.2) as here:
+        project = await here.project()
+        session_id = (await here.run(project, '[{"say": "x"}]'))["session_id"]
+        await here.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
+        assert (await here.ask("session_get", session_id=session_id))["status"] == "timed_out"
+
+
+async def test_a_box_that_dies_ends_its_turn_by_name_and_the_session_goes_on_in_another(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        started = await here.ask("session_message", project_id=project, message='<<plan [{"sleep": 60}]>>')
+        await until(here, started["session_id"], "turn_started")
+        (keeper,) = await pids(here)
+        os.kill(keeper, 9)
+        error = await until(here, started["session_id"], "error")
+        assert error["kind"] == "droid_failed"
+        assert "box" in error["message"]
+        assert (await here.run(project, '[{"say": "on"}]'))["result"] == "on"
+
+
+async def test_a_derived_key_is_cut_to_its_creators_rights_and_dies_with_the_session(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        made = await here.ask("token_create", name="reader-writer", scope="write")
+        actor = await here.app.tokens.verify(made["token"])
+        asked = f'"args": {{"project_id": "{project}"}}'
+        plan = (
+            f'[{{"list": true}}, {{"tool": "oubliette_project_get", {asked}}},'
+            f' {{"tool": "oubliette_session_list", {asked}}}]'
+        )
+        done = await here.run(project, plan, actor=actor, oubliette_scope="write")
+        results = [event for event in await here.events(done["session_id"]) if event["type"] == "tool_result"]
+        assert not any(event.get("is_error") for event in results)
+        assert "oubliette_session_message" in done["result"]
+        for absent in ("oubliette_token_", "oubliette_caller_tool_", "oubliette_project_create"):
+            assert absent not in done["result"]
+        ((secret_row,),) = await here.rows("SELECT count(*) FROM tokens WHERE session_id IS NOT NULL")
+        assert secret_row == 1
+
+
+async def test_a_scope_beyond_the_askers_own_is_refused(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        reader = Actor(principal="prn_x", scope=Scope.READ)
+        with pytest.raises(Forbidden):
+            await here.run(project, "[]", actor=reader)
+
+
+async def test_a_key_that_the_caller_brings_must_be_alive_and_reaches_the_droid(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        with pytest.raises(Unauthenticated):
+            await here.run(project, "[]", oubliette_api_key="oub_" + "0" * 64)
+        made = await here.ask("token_create", name="own", scope="write")
+        plan = '[{"tool": "oubliette_project_create", "args": {"name": "from inside"}}]'
+        await here.run(project, plan, oubliette_api_key=made["token"])
+        names = [one["name"] for one in (await here.ask("project_list"))["projects"]]
+        assert "from inside" in names
+
+
+async def test_what_is_asked_out_of_a_box_gets_no_more_autonomy_than_the_box_has(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        made = await here.ask("token_create", name="own", scope="write")
+        spawn = '{"tool": "oubliette_session_spawn", "args": {"project_id": "%s", "message": "x", "autonomy": "high"}}'
+        done = await here.run(project, "[" + spawn % project + "]", oubliette_api_key=made["token"], autonomy="low")
+        others = (await here.ask("session_list", project_id=project))["sessions"]
+        (spawned,) = [one for one in others if one["session_id"] != done["session_id"]]
+        assert spawned["autonomy"] == "low"
+
+
+async def test_a_workspace_is_resolved_as_the_table_says(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        default = (await here.ask("project_get", project_id=project))["default_workspace_id"]
+        missing = "11111111-1111-4111-8111-111111111111"
+        spawn: dict[str, Any] = {"project_id": project, "message": "x", "wait_seconds": 20}
+        assert (await here.ask("session_spawn", **spawn))["workspace_id"] == default
+        fresh = await here.ask("session_spawn", **spawn, create_workspace=True)
+        assert (fresh["workspace_created"], fresh["workspace_id"] != default) == (True, True)
+        with pytest.raises(NotFound, match="not found"):
+            await here.ask("session_spawn", **spawn, workspace_id=missing)
+        with pytest.raises(InvalidParams, match="not a UUID"):
+            await here.ask("session_spawn", **spawn, workspace_id="w", create_workspace=True)
+        made = await here.ask("session_spawn", **spawn, workspace_id=missing, create_workspace=True)
+        assert (made["workspace_id"], made["workspace_created"]) == (missing, True)
+        again = await here.ask("session_spawn", **spawn, workspace_id=missing, create_workspace=True)
+        assert again["workspace_created"] is False
+
+
+async def test_events_of_a_tree_page_by_cursor_without_loss(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        root = (await here.run(project, f"[{CHILD}, {CHILD}]"))["session_id"]
+        wanted = {(root, event["index"]) for event in await here.events(root)}
+        for one in (await here.ask("session_get", session_id=root))["children"]:
+            wanted |= {(one, event["index"]) for event in await here.events(one)}
+        seen: list[tuple[str, int]] = []
+        cursor: str | None = None
+        while True:
+            more = {"cursor": cursor} if cursor else {}
+            page = await here.ask("session_events", session_id=root, include_children=True, max_events=7, **more)
+            seen += [(event["session_id"], event["index"]) for event in page["events"]]
+            cursor = page["cursor"]
+            if not page["more"]:
+                break
+        assert len(seen) == len(set(seen))
+        assert set(seen) == wanted
+
+
+async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        session_id = (await here.run(project, '[{"say": "x"}]', actor=ant))["session_id"]
+        await here.ask("session_cancel", actor=ant, session_id=session_id)
+        await here.ask("session_end", actor=ant, session_id=session_id)
+        with pytest.raises(Forbidden):
+            await here.ask("token_create", actor=ant, name="n", scope="admin")
+        rows = await here.rows("SELECT operation, outcome, token_id FROM audit ORDER BY id")
+        assert [(operation, outcome) for operation, outcome, _ in rows] == [
+            ("project_create", "ok"),
+            ("token_create", "ok"),
+            ("session_message", "ok"),
+            ("session_cancel", "ok"),
+            ("session_end", "ok"),
+            ("token_create", "refused: forbidden"),
+        ]
+        assert [token for _, _, token in rows] == [None, None, *[ant.token_id] * 4]
