@@ -327,6 +327,8 @@ class App:
 
     async def _sweep(self) -> None:
         """End what nobody keeps, at once and now and then; forget what is kept no longer."""
+        # First the trial box of a fresh start, which is nobody's, so that it is not taken for an orphan.
+        await self.why_not_ready()
         while True:
             await self._boxes.reap()
             before = self._clock.now() - self._settings.outcomes_kept_s

@@ -62,7 +62,7 @@ async def test_the_log_is_dense_and_pages_lose_nothing(tmp_path: Path):
 async def test_beyond_the_bound_the_oldest_events_go_and_asking_for_them_names_the_oldest(tmp_path: Path):
     async with world(tmp_path / "h", events_kept=20) as here:
         project = await here.project()
-        plan = "[" + ", ".join(['{"list": true}'] * 60) + "]"
+        plan = '[{"repeat": 40, "step": {"sh": "true"}}]'
         session_id = (await here.run(project, plan))["session_id"]
         with pytest.raises(Exception, match=r"have been purged \(oldest available: \d+\)") as caught:
             await here.ask("session_events", session_id=session_id)
