@@ -23,7 +23,7 @@ from typing import Any
 from oubliette.caller.caller import Caller
 from oubliette.caller.errors import CallerError, NotConfigured
 from oubliette.caller.session import LoggedEvent
-from oubliette.wire.events import Completion, Message, ToolCall, ToolResult
+from oubliette.wire.events import Completion, Delta, Message, Plan, ToolCall, ToolResult, UserMessage
 
 WHOLE_S = 55.0
 START_S = 20.0
@@ -95,8 +95,11 @@ async def _lend(caller: Caller, server: Server) -> None:
     project = await caller.call("project_create", name="demo")
     _say(f"project {project['id']}")
 
-    _step("A session: the built-in droid in a box gets a plan, and a key cut to this session (oubliette_scope=write)")
-    session = await caller.start(project["id"], _prompt(server), autonomy="high", oubliette_scope="write")
+    key = await caller.call("token_create", name="for the demo's droid", scope="write")
+    _say("a key for the droid, of scope write: with it the platform's own tools are the droid's, too")
+
+    _step("A session: the built-in droid, in a box without network, gets a plan")
+    session = await caller.start(project["id"], _prompt(server), autonomy="high", oubliette_api_key=key["token"])
     _say(f"session {session.id}; every event of it, as the log has them:")
     seen: list[LoggedEvent] = []
     async for logged in session.events():
@@ -117,7 +120,10 @@ async def _lend(caller: Caller, server: Server) -> None:
         written.is_file() and written.read_text() == NOTE + "\n",
         f"what the droid wrote to /workspace/note.txt lies in {written.relative_to(server.home)}",
     )
-    _prove(shown["status"] == "completed", "the session is over, and its key with it")
+    _prove(shown["status"] == "completed", "the session is over")
+    held = await asyncio.to_thread(_holds, server.home.parent, key["token"])
+    _prove(not held, "the droid's key is in no file, no log, no event")
+    await caller.call("token_revoke", token_id=key["id"])
 
 
 def _prompt(server: Server) -> str:
@@ -173,7 +179,7 @@ def _check_tools(seen: list[LoggedEvent], ran: list[tuple[int, str]]) -> None:
     _prove(asked == ["send_response", "find_person"], "the server relayed two calls, by the names as declared")
     results = _results(seen)
     _prove(results["find_person"].is_error, "the droid saw the failed call as an error, and went on")
-    _prove(not results["project_create"].is_error, "the platform's own tool took the session's key")
+    _prove(not results["project_create"].is_error, "the platform's own tool took the droid's key")
 
 
 def _check_isolation(seen: list[LoggedEvent], server: Server) -> None:
@@ -203,6 +209,12 @@ def _check_boxes(home: Path) -> None:
     left = [place.name for place in (home / "boxes").iterdir() if place.is_dir()] if (home / "boxes").exists() else []
     _prove(not left, "its box is gone: no folder is left")
     _prove(not _processes_of(home), "no process is left of it")
+
+
+def _holds(folder: Path, secret: str) -> bool:
+    """Whether the secret stands in any file below, whatever kind of file."""
+    files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
+    return any(file.is_file() and secret.encode() in file.read_bytes() for file in files)
 
 
 def _results(seen: list[LoggedEvent]) -> Mapping[str, ToolResult]:
@@ -311,6 +323,28 @@ def _fail(why: str, log: str = "") -> None:
 
 
 def _show(logged: LoggedEvent) -> None:
-    shown = {name: value for name, value in logged.fields.items() if name not in ("index", "at", "session_id", "type")}
-    line = f"   {logged.index:4}  {logged.type:21} {json.dumps(shown, ensure_ascii=False)}"
+    line = f"   {logged.index:4}  {logged.type:21}  {_told(logged)}"
     print(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…", flush=True)
+
+
+def _told(logged: LoggedEvent) -> str:
+    """What a person wants to read of an event; everything else is its fields."""
+    event, fields = logged.event, logged.fields
+    if isinstance(event, Plan):
+        states = [entry["status"] for entry in event.entries]
+        now = next((entry["content"] for entry in event.entries if entry["status"] == "in_progress"), "")
+        return f"{states.count('completed')} of {len(states)} steps done" + (f"; now: {now}" if now else "")
+    if isinstance(event, Message | Delta | UserMessage):
+        return " ".join(event.text.split())
+    if isinstance(event, ToolCall):
+        return f"{event.tool_call_id}: {event.tool_name} {_json(event.arguments)}"
+    if isinstance(event, ToolResult):
+        return f"{event.tool_call_id}: {'failed ' if event.is_error else ''}{_json(event.content)}"
+    if isinstance(event, Completion):
+        return f"turn {event.turn}: {event.stop_reason} after {event.duration_ms} ms"
+    known = ("index", "at", "session_id", "type", "deadline_at", "redelivery")
+    return _json({name: value for name, value in fields.items() if name not in known})
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
