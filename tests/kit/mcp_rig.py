@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,50 +35,47 @@ class MovableClock:
         return self._real.monotonic() + self.ahead
 
 
-@dataclass
-class Rig:
-    address: tuple[str, int]
-    fixtures: Fixtures
-    endpoint: McpEndpoint
-    sessions: McpSessions
-    server: HttpServer
+class Wire:
+    """An MCP server at an address, spoken to by hand."""
+
+    def __init__(self, address: tuple[str, int], key: str) -> None:
+        self.address = address
+        self.key = key
 
     @property
     def host(self) -> str:
         return f"{self.address[0]}:{self.address[1]}"
 
-    def headers(self, *more: tuple[str, str], key: str | None = "key-a", length: int | None = None) -> HeaderLines:
+    def headers(self, *more: tuple[str, str], key: str | None = "", length: int | None = None) -> HeaderLines:
         lines = [
             ("Host", self.host),
             ("Accept", "application/json, text/event-stream"),
             ("Content-Type", "application/json"),
         ]
         if key is not None:
-            lines.append(("Authorization", f"Bearer {key}"))
+            lines.append(("Authorization", f"Bearer {key or self.key}"))
         if length is not None:
             lines.append(("Content-Length", str(length)))
         return [*lines, *more]
 
-    async def post(
-        self, connection: RawConnection, message: Any, *more: tuple[str, str], key: str | None = "key-a"
-    ) -> None:
+    async def post(self, connection: RawConnection, message: Any, *more: tuple[str, str], key: str | None = "") -> None:
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
         await connection.send("POST", "/mcp", self.headers(*more, key=key, length=len(body)), body)
 
-    async def ask(self, message: Any, *more: tuple[str, str], key: str | None = "key-a") -> Reply:
+    async def ask(self, message: Any, *more: tuple[str, str], key: str | None = "") -> Reply:
         """Post on a connection of its own and read a whole JSON reply."""
         async with connected(self.address) as connection:
             await self.post(connection, message, *more, key=key)
             return await connection.reply()
 
-    async def get(self, connection: RawConnection, session: str, *, key: str = "key-a") -> Reply:
+    async def get(self, connection: RawConnection, session: str, *, key: str = "") -> Reply:
         """Open a legacy session's standing stream."""
         headers = [*self.headers(key=key), ("Mcp-Session-Id", session)]
         await connection.send("GET", "/mcp", headers)
         head = await connection.head()
         return head if head.is_stream else Reply(head.status, head.headers)
 
-    async def session(self, *, key: str = "key-a", version: str = "2025-11-25") -> str:
+    async def session(self, *, key: str = "", version: str = "2025-11-25") -> str:
         """Begin a legacy session; returns its id."""
         reply = await self.ask(initialize(version), key=key)
         assert reply.status == 200, reply
@@ -88,8 +84,19 @@ class Rig:
         assert told.status == 202
         return session
 
-    async def call(self, session: str, tool: str, /, *, key: str = "key-a", **arguments: Any) -> Reply:
+    async def call(self, session: str, tool: str, /, *, key: str = "", **arguments: Any) -> Reply:
         return await self.ask(call(tool, **arguments), legacy(session), key=key)
+
+
+class Rig(Wire):
+    """The transport with the fixtures behind it, and what a test may look at inside."""
+
+    def __init__(self, server: HttpServer, fixtures: Fixtures, endpoint: McpEndpoint, sessions: McpSessions) -> None:
+        super().__init__(server.address, "key-a")
+        self.server = server
+        self.fixtures = fixtures
+        self.endpoint = endpoint
+        self.sessions = sessions
 
 
 def initialize(version: str = "2025-11-25") -> dict[str, Any]:
@@ -161,7 +168,7 @@ async def serving(
         async with asyncio.TaskGroup() as tasks, endpoint:
             serving = tasks.create_task(server.serve())
             try:
-                yield Rig(server.address, fixtures, endpoint, sessions, server)
+                yield Rig(server, fixtures, endpoint, sessions)
             finally:
                 endpoint.close()
                 server.stop()
