@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oubliette.inside import calls, client, results, toolbox
+from oubliette.inside import calls, client, mcp, results, toolbox
 from oubliette.inside.client import Client
 from oubliette.inside.link import decode
 from oubliette.wire import jsonrpc, naming
@@ -30,7 +30,7 @@ from tests.kit.relay_server import ATTACHED, RelayServer, config_frame, judge, t
 
 INSIDE = Path(client.__file__).parent
 SLOW_S = 20
-OWN_MODULES = ("__main__", "calls", "client", "link", "results", "stdio", "toolbox")
+OWN_MODULES = ("__main__", "calls", "client", "link", "loop", "mcp", "results", "stdio", "toolbox")
 
 
 @pytest.fixture
@@ -149,8 +149,9 @@ def test_the_clients_numbers_and_names_are_the_wires() -> None:
     assert toolbox.PLATFORM_PREFIX == naming.PLATFORM_PREFIX
     assert tuple(each["name"] for each in toolbox.BASE_TOOLS) == naming.BASE_TOOLS
     assert tuple(each["name"] for each in toolbox.SEARCH_TOOLS) == naming.SEARCH_TOOLS
-    assert client.PARSE_ERROR == jsonrpc.PARSE_ERROR
-    assert client.INVALID_REQUEST == jsonrpc.INVALID_REQUEST
+    assert mcp.PARSE_ERROR == jsonrpc.PARSE_ERROR
+    assert mcp.INVALID_REQUEST == jsonrpc.INVALID_REQUEST
+    assert mcp.INTERNAL_ERROR == jsonrpc.INTERNAL_ERROR
     assert calls.SERVER_ERROR == jsonrpc.SERVER_ERROR
     assert wire.CALL_KEY_MAX >= 32
 
@@ -215,7 +216,7 @@ class Conversation:
 
     def agent_says(self, request_id: Any, method: str, params: object = None) -> None:
         message = {"jsonrpc": "2.0", "id": request_id, "method": method, "params": params}
-        self.client.line(json.dumps(message).encode())
+        self.client.agent.line(json.dumps(message).encode())
         self.read()
 
     def server_says(self, line: bytes, *, attach: bool = False) -> None:
@@ -228,8 +229,8 @@ class Conversation:
         self.read()
 
     def read(self) -> None:
-        self.told += [json.loads(line) for line in "".join(self.client.out).splitlines()]
-        self.client.out.clear()
+        self.told += [json.loads(line) for line in "".join(self.client.agent.out).splitlines()]
+        self.client.agent.out.clear()
 
     def last(self) -> dict[str, Any]:
         return self.told[-1]
@@ -428,7 +429,7 @@ def test_no_sequence_of_lines_ends_the_core(steps: Sequence[tuple[str, bytes]]) 
     now = 0.0
     for what, line in steps:
         if what == "agent":
-            talk.client.line(line)
+            talk.client.agent.line(line)
         elif what == "tick":
             now += 3
             talk.client.tick(now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from oubliette.inside.link import FIRST_ID, FRAME_BYTES_MAX, encode
+from oubliette.inside.link import FIRST_ID, FRAME_BYTES_MAX, INVALID_PARAMS, encode
 from oubliette.inside.results import failure
 from oubliette.inside.toolbox import OWN
 
@@ -17,6 +17,7 @@ TYPE_CHECKING = False  # see link.py
 if TYPE_CHECKING:
     from typing import Any, Callable, Dict, Optional, Set, Tuple, Union
 
+    from oubliette.inside.mcp import Mcp, Request
     from oubliette.inside.toolbox import Route
 
     Json = Dict[str, Any]
@@ -35,7 +36,6 @@ HELD_BYTES_MAX = 64 * 1024 * 1024
 REASON_MAX = 500
 
 SERVER_ERROR = -32000
-INVALID_PARAMS = -32602
 
 
 def error(kind: str, message: str, retryable: bool = False, code: int = SERVER_ERROR) -> Json:
@@ -50,14 +50,14 @@ def _finite(value: Any) -> Optional[float]:
 class Calls:
     """The open calls of one agent."""
 
-    def __init__(self, to_server: Callable[[bytes], None], to_agent: Callable[[str], None]) -> None:
+    def __init__(self, to_server: Callable[[bytes], None], agent: Mcp) -> None:
         self.patience_s = PATIENCE_S
         self.frame_bytes_max = FRAME_BYTES_MAX
         self.wake_at: Optional[float] = None
         self.is_linked = False
         self.next_id = FIRST_ID
         self._to_server = to_server
-        self._to_agent = to_agent
+        self._agent = agent
         self._open: Dict[int, Call] = {}
         self._by_id: Dict[Id, int] = {}  # the agent's id of a call: ours
         self._unsent: Set[int] = set()
@@ -66,15 +66,13 @@ class Calls:
         self._beaten: Dict[int, float] = {}  # when
         self._held_bytes = 0
 
-    def __contains__(self, mcp_id: object) -> bool:
-        return mcp_id in self._by_id
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._by_id
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(
-        self, mcp_id: Id, name: str, route: Route, arguments: Json, token: Token, modern: bool, now: float
-    ) -> Optional[Json]:
+    def start(self, request: Request, name: str, route: Route, arguments: Json, now: float) -> Optional[Json]:
         """Open a call and write its frame; an error if it cannot be."""
         number = self.next_id
         key = os.urandom(16).hex() if route.is_keyed else ""
@@ -102,8 +100,9 @@ class Calls:
         if len(self._open) >= CALLS_MAX or self._held_bytes + size > HELD_BYTES_MAX:
             return error("too_many", "%s: too many calls are open (%d)" % (name, len(self._open)), True)
         self.next_id = number + 1
-        self._open[number] = (mcp_id, name, frame, key, now, token, modern, route.kind)
-        self._by_id[mcp_id] = number
+        token = request.progress_token
+        self._open[number] = (request.id, name, frame, key, now, token, request.modern, route.kind)
+        self._by_id[request.id] = number
         self._held_bytes += size
         due = now + (self.patience_s if token is None else min(self.patience_s, PROGRESS_EVERY_S))
         if self.wake_at is None or due < self.wake_at:
@@ -137,9 +136,9 @@ class Calls:
         """The server answered a call that nobody waits for any more: it has heard the cancel."""
         self._cancels.pop(number, None)
 
-    def cancel(self, mcp_id: Id, reason: object) -> None:
+    def cancel(self, request_id: Id, reason: object) -> None:
         """The agent wants no answer any more; ids that are not open are none of our business."""
-        number = self._by_id.get(mcp_id)
+        number = self._by_id.get(request_id)
         if number is not None:
             self._withdraw(number, reason if isinstance(reason, str) else "cancelled by the agent")
 
@@ -171,7 +170,7 @@ class Calls:
     def fail(self, number: int, reason: Json) -> None:
         call = self.end(number)
         if call is not None:
-            self._to_agent('{"jsonrpc":"2.0","id":%s,"result":%s}\n' % (encode(call[0]), failure(reason, call[6])))
+            self._agent.reply_to(call[0], failure(reason, call[6]))
 
     def fail_all(self, reason: Json) -> None:
         for number in list(self._open):
@@ -219,7 +218,7 @@ class Calls:
             parameters["total"] = total
         if message is not None:
             parameters["message"] = message
-        self._to_agent('{"jsonrpc":"2.0","method":"notifications/progress","params":%s}\n' % encode(parameters))
+        self._agent.notify("notifications/progress", encode(parameters))
 
     def _expire(self, number: int, call: Call) -> None:
         waited = "%s: no answer within %g s" % (call[1], self.patience_s)

@@ -228,3 +228,18 @@ class Toolbox:
         changed = self.tools_json != before
         self.version += changed
         return changed
+
+
+def argument_problem(route: Route, arguments: Any) -> str:
+    """What is wrong with the names of these arguments; types are the server's to judge."""
+    if not is_object(arguments):
+        return "arguments must be an object"
+    if route.kind <= PLATFORM:
+        return ""
+    for name in route.required:
+        if name not in arguments:
+            return "%s is required" % name
+    for name in arguments:
+        if name not in route.parameters:
+            return "there is no argument %s" % encode(name[:100])
+    return ""
