@@ -332,8 +332,10 @@ class AcpDroid:
         self._look_at_clocks(draft)
         if self._is_due(draft):
             await self._commit(draft)
-        elif lines or await process.store_piece():
+        elif lines:
             return
+        elif await process.store_piece():
+            draft.upto = process.output.start
         elif process.lost is not None or process.exit is not None:
             await self._end()
         else:
