@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,27 @@ def test_initialize_is_answered_within_five_times_a_bare_python(box: Box) -> Non
     print(f"bare {statistics.median(bare):.4f} s, client {statistics.median(ours):.4f} s, ratio {ratio:.2f}")
     assert ratio < 5
     assert max(resident) < 65 * 1024 / 3  # a third of what the SDK's server takes
+
+
+def test_a_closed_stdout_ends_it_quietly(box: Box) -> None:
+    code = "import os, sys; os.close(1); os.execv(sys.argv[1], sys.argv[1:])"
+    ping = b'{"jsonrpc":"2.0","id":1,"method":"ping"}\n'
+    argv = [sys.executable, "-c", code, *box.argv()]
+    done = subprocess.run(argv, input=ping, capture_output=True, timeout=SLOW_S, check=False, env=box.env())
+    assert b"Traceback" not in done.stderr
+
+
+def test_it_tells_the_version_of_the_distribution() -> None:
+    pyproject = tomllib.loads((INSIDE.parents[2] / "pyproject.toml").read_text())
+    assert pyproject["project"]["version"] == results.VERSION
+
+
+def test_odd_media_are_judged_in_the_time_that_their_length_takes() -> None:
+    for data in (" " * 4_000_000 + "!", "=" * 4_000_000, "A" * 4_000_000 + "=\n=\n=", "= " * 2_000_000):
+        started = time.process_time()
+        assert not results.is_block({"type": "image", "data": data, "mimeType": "image/png"})
+        assert time.process_time() - started < 2
+    assert results.is_block({"type": "image", "data": "aGk\n=\n", "mimeType": "image/png"})
 
 
 # ---- what it shares with the wire

@@ -193,6 +193,15 @@ async def _passes(seconds: float) -> None:
     await done
 
 
+async def test_a_deadline_beyond_any_clock_is_no_trouble(box: Box) -> None:
+    async with RelayServer(box.folder, tools=[ECHO]) as relay:
+        patience(relay, 1.7e308, 1.7e308)
+        async with box.talk(relay) as host:
+            pending = host.call("ant_echo")
+            (await relay.take(CallerTool)).reply("ok")
+            assert text(await pending) == "ok"
+
+
 async def test_a_wrong_key_fails_calls_clearly_and_a_rotated_one_is_read_anew(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay:
         relay.write_key("an old key")

@@ -24,7 +24,8 @@ ERROR_META = "dev.oubliette/error"
 _SERVER_META: Json = {"io.modelcontextprotocol/serverInfo": SERVER_INFO}
 # The end of every result of the stateless revision; `initialize` has said the same once in the older ones.
 _MODERN_END = ',"resultType":"complete","_meta":%s}' % encode(_SERVER_META)
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]*={0,2}\s*\Z")
+# White space may stand anywhere; each character can match in one place only, or a long text would take for ever.
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]*(?:=\s*){0,2}\Z")
 
 
 def _is_text(value: Any) -> bool:

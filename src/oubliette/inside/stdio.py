@@ -25,8 +25,7 @@ class Stdio:
         self._is_skipping = False
         # A terminal's descriptor is shared with the shell, which would stay non-blocking after us.
         self._restore = not os.isatty(1)
-        if self._restore:
-            os.set_blocking(1, False)
+        self._set_blocking(False)
 
     def read(self) -> List[bytes]:
         """The lines that one read brings; call when descriptor 0 is readable."""
@@ -69,8 +68,11 @@ class Stdio:
             del self.out[:written]
 
     def close(self) -> None:
+        self._set_blocking(True)
+
+    def _set_blocking(self, blocking: bool) -> None:
         if self._restore:
             try:
-                os.set_blocking(1, True)
-            except OSError:
+                os.set_blocking(1, blocking)
+            except OSError:  # closed before we began: the first write will tell
                 pass
