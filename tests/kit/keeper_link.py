@@ -138,7 +138,9 @@ class FakeKeeper:
         self.requests.append((method, params))
         if method == "start":
             return await self._start(params)
-        kept = self.kept[params["process"]]
+        kept = self.kept.get(params["process"])
+        if kept is None:
+            raise BoxFailed("the keeper refused: no such process")
         if method == "signal":
             self.kill(kept, params["signal"])
             return {}

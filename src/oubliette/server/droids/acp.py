@@ -172,6 +172,9 @@ class AcpDroids:
         if process is None:
             return None
         conversation = conversations.restored(process.conversation, self.epoch)
+        if process.lost is not None and conversation.turn is None and conversation.waiting is None:
+            await process.finish()
+            return None
         speech = await self.processes.database.read(lambda tx: Speech.restored(tx, process.id))
         profile = self.profile(session.autonomy)
         droid = AcpDroid(self, process, session, profile, box.places, conversation, speech, None)
@@ -322,6 +325,7 @@ class AcpDroid:
         draft = self._draft
         if draft is None:
             draft = self._draft = _Draft(conversation=self._stored, upto=process.output.start)
+        draft.upto = max(draft.upto, process.output.start)  # a piece of a long line may have been stored
         lines = process.output.lines(draft.upto)
         for line in lines:
             self._take(draft, line)

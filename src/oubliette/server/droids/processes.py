@@ -463,9 +463,10 @@ class Process:
             )
             if moved != 1:
                 raise TakenOver("the droid's process was ended by somebody else")
+            told = await also(tx) if also is not None else None
             await tx.run("DELETE FROM process_input WHERE process_id = ?", self.id)
             await tx.run("DELETE FROM process_pieces WHERE process_id = ?", self.id)
-            return await also(tx) if also is not None else None
+            return told
 
         result = await self._processes.database.write(write)
         link = self.link
@@ -497,6 +498,7 @@ class Processes:
         self._live: dict[str, Process] = {}
         self._known: dict[str, dict[str, ProcessState]] = {}  # what each keeper said when it attached
         self._early: dict[str, deque[Stdout | Exited]] = {}  # what it said before its processes' rows were read
+        self._taking_up: dict[str, asyncio.Task[None]] = {}
 
     def spawn(self, work: Any) -> asyncio.Task[None]:
         """Run work beside, owned by the app; it reports and does not raise."""
@@ -526,7 +528,7 @@ class Processes:
         self._links[box_id] = link
         self._known[box_id] = {state.process: state for state in states}
         self._early[box_id] = deque()
-        self.spawn(self._take_up(box_id, link))
+        self._taking_up[box_id] = self.spawn(self._take_up(box_id, link))
 
     async def _take_up(self, box_id: str, link: KeeperLink) -> None:
         async def read(tx: Tx) -> list[Row]:
@@ -559,6 +561,7 @@ class Processes:
     def detached(self, box_id: str, link: KeeperLink) -> None:
         if self._links.get(box_id) is link:
             del self._links[box_id]
+            self._taking_up.pop(box_id, None)
             self._known.pop(box_id, None)
             self._early.pop(box_id, None)
             for process in self._of(box_id):
@@ -619,7 +622,10 @@ class Processes:
         return process
 
     async def running(self, box_id: str, session_id: str) -> Process | None:
-        """The session's process in this box that has not ended, read from its row if need be."""
+        """The session's process in this box that has not ended, once it is known what its keeper knows of it."""
+        taking_up = self._taking_up.get(box_id)
+        if taking_up is not None:
+            await asyncio.wait((taking_up,))
 
         async def read(tx: Tx) -> Row | None:
             return await tx.one(

@@ -1,0 +1,266 @@
+"""The driver with agents that break every rule: each costs a clear error at most, never a hang and never a lost word."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oubliette.server.droids.acp import AcpDroid, Patience
+from oubliette.server.droids.driver import LaunchProfile, Outcome
+from oubliette.server.errors import BoxFailed, DroidFailed
+from tests.kit import acp_agent
+from tests.kit.droid_world import Server, World, serving, world
+
+QUICK = Patience(opening_s=0.5, cancel_s=0.3, silence_s=0.5, stop_s=0.3, kill_s=5)
+DONE = {"act": "answer", "result": {"stopReason": "end_turn"}}
+
+
+def agent(way: str = "", *, mode: str | None = None, resume: str | None = None, **env: str) -> LaunchProfile:
+    return LaunchProfile(
+        name="bad",
+        argv=(sys.executable, "-I", "-S", acp_agent.__file__, way),
+        env=env,
+        mode=mode,
+        resume=resume,
+    )
+
+
+@asynccontextmanager
+async def started(
+    folder: Path, way: str = "", patience: Patience = QUICK
+) -> AsyncGenerator[tuple[World, Server, AcpDroid]]:
+    async with asyncio.timeout(40), world(folder, agent(way), patience) as made, serving(made) as server:
+        yield made, server, await server.start()
+
+
+async def turn(server: Server, droid: AcpDroid, *items: Any, number: int = 1) -> Outcome:
+    return await server.turn(droid, json.dumps(items), number)
+
+
+async def warnings(made: World) -> list[tuple[str, str]]:
+    return [(event["kind"], event["message"]) for event in await made.log() if event["type"] == "warning"]
+
+
+@pytest.mark.parametrize(
+    "way, message",
+    [
+        ("dies-at-start", r"ended by itself \(exit code 7\); its last words: no licence found"),
+        ("silent-at initialize", "did not answer initialize within 0.5 s"),
+        ("silent-at session/new", "did not answer session/new within 0.5 s"),
+        ("silent-at session/set_mode", "did not answer session/set_mode within 0.5 s"),
+        ("refuses initialize", "refused to start: Authentication required: log in"),
+        ("refuses session/new", "did not open a session: Authentication required: log in"),
+        ("refuses session/set_mode", "refused its mode full: Authentication required: log in"),
+        ("from-the-future", "speaks ACP 2, not 1"),
+        ("nameless", "answered session/new without a session id"),
+    ],
+)
+async def test_an_agent_that_does_not_open_is_an_error_and_leaves_no_process(
+    tmp_path: Path, way: str, message: str
+) -> None:
+    async with asyncio.timeout(20), world(tmp_path, agent(way, mode="full"), QUICK) as made, serving(made) as server:
+        with pytest.raises(DroidFailed, match=message):
+            await server.start()
+        assert made.keeper.running == []
+        assert server.session.losses == []
+        assert await made.rows("SELECT state FROM processes") == [("ended",)]
+        assert await made.rows("SELECT * FROM process_input") == []
+
+
+async def test_a_program_that_cannot_be_started_is_an_error(tmp_path: Path) -> None:
+    missing = LaunchProfile(name="missing", argv=("/nowhere/agent",))
+    async with asyncio.timeout(20), world(tmp_path, missing, QUICK) as made, serving(made) as server:
+        with pytest.raises(BoxFailed, match="/nowhere/agent"):
+            await server.start()
+        assert await made.rows("SELECT state FROM processes") == [("ended",)]
+
+
+async def test_a_key_does_not_leak_through_what_a_dying_agent_prints(tmp_path: Path) -> None:
+    key = "oub_" + "cd" * 32
+    async with asyncio.timeout(20), world(tmp_path, agent("dies-at-start", KEY=key), QUICK) as made:
+        async with serving(made) as server:
+            with pytest.raises(DroidFailed) as failure:
+                await server.start(api_key=key)
+    assert key not in str(failure.value)
+    assert "[redacted]" in str(failure.value)
+
+
+async def test_noise_is_shown_and_hurts_nothing(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        outcome = await turn(
+            server, droid, "npm WARN old", "[1]", '"text"', "", "{}", {"act": "say", "text": "ok"}, DONE
+        )
+        assert (outcome.stop_reason, outcome.text) == ("end_turn", "ok")
+        shown = await warnings(made)
+        assert [kind for kind, _ in shown] == ["noise"] * 4
+        assert "npm WARN old" in shown[0][1]
+
+
+async def test_a_line_of_three_megabytes_passes_whole(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        outcome = await turn(server, droid, {"act": "long-say", "n": 3_000_000}, DONE)
+        assert outcome.stop_reason == "end_turn"
+        (message,) = (event for event in await made.log() if event["type"] == "message")
+        assert message["text"] == "y" * 3_000_000
+        assert outcome.text.startswith("y" * 1000)
+        assert len(outcome.text) < 1_100_000
+
+
+async def test_a_line_over_the_bound_is_passed_over_and_told(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        outcome = await turn(server, droid, {"act": "long", "n": 20_000_000}, {"act": "say", "text": "after"}, DONE)
+        assert (outcome.stop_reason, outcome.text) == ("end_turn", "after")
+        assert [kind for kind, _ in await warnings(made)] == ["line_too_long"]
+
+
+async def test_a_flood_of_updates_is_stored_in_order(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        outcome = await turn(server, droid, {"act": "flood", "n": 30_000}, DONE)
+        assert outcome.text == "".join(f"{number} " for number in range(30_000))
+        assert made.keeper.running
+        assert sum(event["type"] == "delta" for event in await made.log()) < 400
+
+
+async def test_an_agent_that_dies_in_mid_turn_ends_the_turn_with_its_last_words(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        outcome = await turn(
+            server, droid, {"act": "say", "text": "I was about to"}, {"act": "half-a-line"}, {"act": "die"}
+        )
+        assert (outcome.stop_reason, outcome.error_kind, outcome.text) == ("error", "droid_failed", "I was about to")
+        assert outcome.error == "the droid's process ended by itself (exit code 9); its last words: Segmentation fault"
+        await server.session.until(lambda session: bool(session.losses))
+        assert [event["type"] for event in await made.log()][-3:] == ["message", "error", "completion"]
+        assert await made.rows("SELECT * FROM process_pieces") == []
+
+
+async def test_a_second_answer_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        other = {"act": "answer", "result": {"stopReason": "refusal"}}
+        assert (await turn(server, droid, {"act": "say", "text": "x"}, DONE, other)).stop_reason == "end_turn"
+        assert (await turn(server, droid, {"act": "say", "text": "y"}, DONE, number=2)).text == "y"
+        assert [kind for kind, _ in await warnings(made)] == ["unknown_answer"]
+        assert len(server.session.outcomes) == 2
+
+
+async def test_an_answer_to_nobody_is_told(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        strays = [{"id": "1-99", "result": {}}, {"id": 7, "result": {}}, {"id": None, "error": {"code": 1}}]
+        await turn(server, droid, *strays, {"act": "say", "text": "x"}, DONE)
+        assert [kind for kind, _ in await warnings(made)] == ["unknown_answer"] * 3
+
+
+async def test_an_unknown_stop_reason_ends_the_turn_under_that_word(tmp_path: Path) -> None:
+    async with started(tmp_path) as (_, server, droid):
+        bored = {"act": "answer", "result": {"stopReason": "boredom"}}
+        assert (await turn(server, droid, bored)).stop_reason == "boredom"
+        assert (await turn(server, droid, {"act": "answer", "result": 5}, number=2)).stop_reason == "unknown"
+
+
+async def test_an_end_without_a_word_is_told(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        assert (await turn(server, droid, DONE)).stop_reason == "end_turn"
+        assert [kind for kind, _ in await warnings(made)] == ["empty_turn"]
+
+
+async def test_updates_that_nobody_knows_are_kept_as_warnings(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        await turn(
+            server,
+            droid,
+            {"sessionUpdate": "mood_update", "mood": "fine"},
+            {"sessionUpdate": "tool_call", "title": "no id"},
+            {"sessionUpdate": "agent_message_chunk", "content": {"type": "text", "text": "x"}},
+            {"method": "_vendor/status", "params": {}},
+            DONE,
+        )
+        first, second = await warnings(made)
+        assert first[0] == "unknown_update"
+        assert '"mood":"fine"' in first[1]
+        assert second[0] == "malformed_update"
+
+
+async def test_a_request_that_is_not_offered_is_refused(tmp_path: Path) -> None:
+    async with started(tmp_path) as (_, server, droid):
+        outcome = await turn(
+            server, droid, {"id": "r1", "method": "fs/read_text_file", "params": {"path": "/etc/passwd"}}
+        )
+        assert json.loads(outcome.text) == {"code": -32601, "message": "not offered here: fs/read_text_file"}
+
+
+async def test_a_turn_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    async with started(tmp_path, "ignores-cancel", Patience(cancel_s=0.2)) as (made, server, droid):
+        await server.begin(1, "")
+        await droid.prompt(1, json.dumps([{"act": "say", "text": "working"}]))
+        await droid.cancel()
+        outcome = await server.session.over()
+        assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_stuck")
+        assert outcome.error == "the droid did not stop its turn within 0.2 s"
+        await server.session.until(lambda session: bool(session.losses))
+        assert made.keeper.running == []
+
+
+async def test_a_silent_turn_is_cancelled_and_says_why(tmp_path: Path) -> None:
+    async with started(tmp_path) as (_, server, droid):
+        outcome = await turn(server, droid, {"act": "say", "text": "hm"})
+        assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_silent")
+        assert outcome.error == "the droid gave no sign of life for 0.5 s: its turn was cancelled"
+        assert server.session.losses == []
+        assert (await turn(server, droid, {"act": "say", "text": "x"}, DONE, number=2)).stop_reason == "end_turn"
+
+
+async def test_a_silent_turn_that_cannot_be_cancelled_is_killed(tmp_path: Path) -> None:
+    async with started(tmp_path, "ignores-cancel") as (made, server, droid):
+        outcome = await turn(server, droid)
+        assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_stuck")
+        assert outcome.error == (
+            "the droid gave no sign of life for 0.5 s, and the droid did not stop its turn within 0.3 s"
+        )
+        assert made.keeper.running == []
+
+
+async def test_stopping_an_agent_that_ignores_everything_kills_its_group(tmp_path: Path) -> None:
+    async with started(tmp_path, "ignores-everything") as (made, _, droid):
+        await droid.stop()
+        assert made.keeper.running == []
+        assert [params["signal"] for method, params in made.keeper.requests if method == "signal"] == ["TERM", "KILL"]
+
+
+async def test_a_permission_request_after_a_cancel_is_answered_as_cancelled(tmp_path: Path) -> None:
+    async with started(tmp_path, "ignores-cancel", Patience(cancel_s=10)) as (made, server, droid):
+        await server.begin(1, "")
+        asked = {"id": "p1", "method": "session/request_permission", "params": {"toolCall": {"toolCallId": "t"}}}
+        made.keeper.takes_input = False
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(droid.prompt(1, json.dumps([asked])))
+            tasks.create_task(droid.cancel())
+        made.keeper.takes_input = True
+        outcome = await server.session.over()
+        assert json.loads(outcome.text) == {"outcome": {"outcome": "cancelled"}}
+
+
+async def test_words_outside_a_turn_are_not_lost(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        late = {"act": "say", "text": "one more thing"}
+        await turn(server, droid, {"act": "say", "text": "x"}, DONE, late)
+        await turn(server, droid, {"act": "say", "text": "y"}, DONE, number=2)
+        said = [(event["text"], event.get("turn")) for event in await made.log() if event["type"] == "message"]
+        assert said == [("x", 1), ("one more thing", None), ("y", 2)]
+        assert [outcome.text for _, outcome in server.session.outcomes] == ["x", "y"]
+
+
+async def test_a_lying_keeper_costs_the_droid_and_nothing_else(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        (kept,) = made.keeper.running
+        await server.begin(1, "")
+        await droid.prompt(1, json.dumps([{"act": "say", "text": "x"}]))
+        made.keeper.tell("stdout", process="prc_unknown", stream="out", offset=0, data="AAAA")
+        made.keeper.tell("stdout", process=kept.name, stream="out", offset=1 << 40, data="AAAA")
+        outcome = await server.session.over()
+        assert outcome.error is not None
+        assert outcome.error.startswith("the keeper skipped output: expected byte")
+        await server.session.until(lambda session: bool(session.losses))
