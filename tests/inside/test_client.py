@@ -48,6 +48,7 @@ def error_of(result: dict[str, Any]) -> dict[str, Any]:
 # ---- the list
 
 
+@pytest.mark.seed("CTR-SDK.2", "CTR-SDK.3", "CTR-CONFIG.2")
 @eras
 async def test_the_first_list_holds_the_callers_tools_with_their_schema(box: Box, era: Era) -> None:
     schema = {
@@ -140,6 +141,7 @@ async def test_the_server_hears_once_per_list_that_the_agent_saw_it(box: Box) ->
         assert len(relay.of(Listed)) == 2
 
 
+@pytest.mark.seed("CTR-CONFIG.1", "CTR-DATA.3")
 async def test_one_bad_tool_does_not_cost_the_others(box: Box) -> None:
     config = {
         "caller_id": "ant",
@@ -167,6 +169,7 @@ async def test_one_bad_tool_does_not_cost_the_others(box: Box) -> None:
 # ---- a caller's tool
 
 
+@pytest.mark.seed("CTR-SOCKET.1")
 @eras
 async def test_a_call_carries_the_declared_name_and_a_fresh_key(box: Box, era: Era) -> None:
     arguments = {"text": "grüße 🐜", "n": 12345678901234567890, "f": 0.1, "deep": [{"a": None}, True]}
@@ -189,6 +192,7 @@ async def test_a_call_carries_the_declared_name_and_a_fresh_key(box: Box, era: E
 VALUES: list[Any] = [{"a": [1, {"b": None}]}, [1, "two"], "plain words", 7, 1.5, True, False, None, {}, [], "", 2**70]
 
 
+@pytest.mark.seed("CTR-SOCKET.2")
 @eras
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 async def test_any_json_reaches_the_agent_unchanged(box: Box, era: Era, value: Any) -> None:
@@ -224,6 +228,7 @@ async def test_a_result_with_a_key_named_error_is_a_result(box: Box, era: Era) -
         assert result["structuredContent"] == {"error": "x", "code": -1}
 
 
+@pytest.mark.seed("CTR-ERROR.3")
 @eras
 async def test_an_error_is_a_tool_result_with_the_exact_text_and_its_kind(box: Box, era: Era) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay, era) as host:
@@ -291,6 +296,7 @@ async def test_what_only_looks_like_content_is_shown_as_json(box: Box, value: An
         assert _value(text(result)) == value
 
 
+@pytest.mark.seed("CTR-FLOW.1", "CTR-FLOW.2")
 async def test_twenty_calls_are_answered_in_reverse_while_a_platform_call_passes_them(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay:
         relay.platform = [PROJECT_LIST]
@@ -432,6 +438,7 @@ async def test_a_terminated_client_cancels_its_calls_too(box: Box) -> None:
 # ---- the platform's tools
 
 
+@pytest.mark.seed("OT-NOKEY", "OT-NOKEY.1")
 async def test_without_a_key_nothing_is_asked_and_nothing_offered(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay:
         relay.platform = [PROJECT_LIST]
@@ -445,6 +452,7 @@ async def test_without_a_key_nothing_is_asked_and_nothing_offered(box: Box) -> N
             assert b"OUBLIETTE_API_KEY" not in host.log
 
 
+@pytest.mark.seed("OT-DISCOVERY", "OT-NAMING", "OT-NAMING.1", "OTD-START.1", "OTD-START.4")
 @eras
 async def test_with_a_key_the_first_list_holds_the_platforms_tools(box: Box, era: Era) -> None:
     async with RelayServer(box.folder) as relay:
@@ -458,6 +466,7 @@ async def test_with_a_key_the_first_list_holds_the_platforms_tools(box: Box, era
             assert b"OUBLIETTE_API_KEY detected, requesting tools..." in host.log
 
 
+@pytest.mark.seed("OT-EXECUTION.1", "OTD-START.3", "OTD-START.5", "OTD-CALL.3")
 @eras
 async def test_a_platform_call_carries_the_key_and_passes_the_result_through(box: Box, era: Era) -> None:
     async with RelayServer(box.folder) as relay:
@@ -476,6 +485,7 @@ async def test_a_platform_call_carries_the_key_and_passes_the_result_through(box
             assert (result["content"], result["structuredContent"], result["isError"]) == ([], {"a": 1}, False)
 
 
+@pytest.mark.seed("OT-DISCOVERY.3", "OTD-START.2")
 async def test_a_refused_key_is_a_warning_and_the_client_goes_on(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay:
         relay.platform = failure(-32001, "invalid or expired API key", "unauthenticated")

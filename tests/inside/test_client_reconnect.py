@@ -363,6 +363,7 @@ async def test_an_agent_that_does_not_read_stops_nobody_and_gets_everything_late
         assert text(await last) == "last"
 
 
+@pytest.mark.seed("OTD-SECURITY.1")
 async def test_logs_carry_neither_keys_nor_arguments_and_one_line_each(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO], key="relay-key-secret") as relay:
         relay.platform = failure(-32000, "two\nlines", "internal")
