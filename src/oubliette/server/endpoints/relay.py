@@ -63,6 +63,7 @@ class Connection(asyncio.Protocol):
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._ids = 0
+        self._lines: list[bytes] = []
         self._attaching = False
         self.session_id: str | None = None
         self.instance: str | None = None
@@ -103,6 +104,15 @@ class Connection(asyncio.Protocol):
                 self._line(line)
 
     def send(self, line: bytes) -> None:
+        """Write a line with everything else of this tick: many answers, one system call."""
+        if self._transport is None:
+            return
+        if not self._lines:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._lines.append(line)
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
         transport = self._transport
         if transport is None:
             return
@@ -110,7 +120,7 @@ class Connection(asyncio.Protocol):
             logger.warning("a peer on a relay socket does not read: cut", extra={"box_id": self._door.box_id})
             transport.abort()
             return
-        transport.write(line)
+        transport.writelines(lines)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -134,7 +144,7 @@ class Connection(asyncio.Protocol):
         """Say why, and close."""
         transport, self._transport = self._transport, None
         if transport is not None:
-            transport.write(jsonrpc.error(request_id, problem))
+            transport.writelines([*self._lines, jsonrpc.error(request_id, problem)])
             transport.close()
 
     # -- frames -------------------------------------------------------------------------------------------------
