@@ -23,8 +23,9 @@ Readiness = Callable[[], Awaitable[str | None]]
 
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75
-# How long a new connection may take to send the head of its first request.
-FIRST_REQUEST_S: Final = 30.0
+# How long the head of a request may take, from the connection's or its own first byte.
+HEAD_WAIT_S: Final = 30.0
+CONNECTIONS_MAX: Final = 4096
 # A peer that has vanished is noticed after so long: data unacknowledged, or probes of a silent connection.
 PEER_GONE_MS: Final = 20_000
 PROBE_AFTER_S: Final = 15
@@ -135,26 +136,35 @@ class _Joining:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, which lets a request break it off, and does not wait for ever for the first one."""
+    """uvicorn's connection, which lets a request break it off, and does not wait for ever for a request's head."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = _Joining(transport)  # type: ignore[assignment]
-        self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)
+        self._expect_head()
 
-    def on_headers_complete(self) -> None:
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._deadline is None and self.cycle.response_complete:
+            self._expect_head()  # the beginning of another request, and not all of its head
+
+    def _expect_head(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(HEAD_WAIT_S, self.transport.abort)
+
+    def _head_is_here(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def on_headers_complete(self) -> None:
+        self._head_is_here()
         self.scope["extensions"] = {"oubliette.abort": self.transport.abort}  # type: ignore[typeddict-item]
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._head_is_here()
         super().connection_lost(exc)
 
 
@@ -180,6 +190,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            limit_concurrency=CONNECTIONS_MAX,
             timeout_graceful_shutdown=STOP_WITHIN_S,
         )
         self._server = _Server(config)

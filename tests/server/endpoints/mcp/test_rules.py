@@ -260,6 +260,30 @@ async def test_names_that_are_set_come_in(tmp_path: Path) -> None:
                 assert (await connection.reply()).status == status, (host, origin)
 
 
+async def test_a_web_page_that_may_call_is_told_so(tmp_path: Path) -> None:
+    origin = ("Origin", "https://app.example")
+    async with serving(tmp_path, doors=Doors(origins=["https://app.example"])) as rig:
+        async with connected(rig.address) as connection:
+            asked = [("Host", rig.host), origin, ("Access-Control-Request-Method", "POST")]
+            await connection.send("OPTIONS", "/mcp", asked)
+            reply = await connection.head()
+            assert (reply.status, reply.headers["access-control-allow-origin"]) == (204, "https://app.example")
+            assert "Authorization" in reply.headers["access-control-allow-headers"]
+            # The answers themselves are shown to it, refusals included.
+            await rig.post(connection, initialize(), origin)
+            shown = await connection.reply()
+            assert shown.headers["access-control-allow-origin"] == "https://app.example"
+            assert "Mcp-Session-Id" in shown.headers["access-control-expose-headers"]
+            await rig.post(connection, initialize(), origin, key=None)
+            refused = await connection.reply()
+            assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://app.example")
+        async with connected(rig.address) as connection:
+            await connection.send("OPTIONS", "/mcp", [("Host", rig.host), ("Origin", "https://evil.example")])
+            reply = await connection.reply()
+            assert reply.status == 403
+            assert "access-control-allow-origin" not in reply.headers
+
+
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "OPTIONS"])
 async def test_other_methods_are_named_in_the_refusal(method: str, rig: Rig) -> None:
     async with connected(rig.address) as connection:

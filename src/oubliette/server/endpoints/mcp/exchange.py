@@ -11,6 +11,7 @@ from typing import Any, Final
 from oubliette.server.endpoints.mcp import frames
 from oubliette.server.endpoints.mcp.contract import REQUEST_CANCELLED, SERVER_ERROR
 from oubliette.server.endpoints.mcp.stream import RawHeaders, Send, Stream
+from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor
 from oubliette.wire.jsonrpc import Id
 
@@ -36,7 +37,9 @@ async def send_json(send: Send, status: int, body: bytes, headers: RawHeaders = 
 
 
 async def send_empty(send: Send, status: int, headers: RawHeaders = ()) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0"), *headers]})
+    # A 204 has no body and says no length.
+    length = () if status == 204 else ((b"content-length", b"0"),)
+    await send({"type": "http.response.start", "status": status, "headers": [*length, *headers]})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -54,7 +57,7 @@ class Exchange:
         request_id: Id,
         receive: Receive,
         send: Send,
-        tasks: asyncio.TaskGroup,
+        tasks: Tasks,
         abort: Callable[[], None] | None,
         opened: Callable[["Exchange", Stream], None],
         leaving_cancels: bool,

@@ -151,6 +151,12 @@ class Stream:
 
     async def write(self, send: Send, headers: RawHeaders = HEADERS) -> None:
         """Write the whole response; returns when it has ended."""
+        try:
+            await self._write(send, headers)
+        finally:
+            self.lost()
+
+    async def _write(self, send: Send, headers: RawHeaders) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while True:
             batch = self._take()

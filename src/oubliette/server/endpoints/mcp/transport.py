@@ -15,6 +15,7 @@ from typing import Any, Final, Self, cast
 import msgspec
 
 from oubliette.server.endpoints.mcp import frames, posted
+from oubliette.server.endpoints.mcp.browsers import PREFLIGHT, shared_with
 from oubliette.server.endpoints.mcp.context import OpenStream, RequestContext
 from oubliette.server.endpoints.mcp.contract import (
     HEADER_MISMATCH,
@@ -44,6 +45,7 @@ from oubliette.server.endpoints.mcp.streams import Patience, Streams
 from oubliette.server.endpoints.mcp.versions import MODERN, Era, negotiated
 from oubliette.server.errors import Forbidden, TooMany, Unauthenticated
 from oubliette.server.limits import HTTP_BODY_BYTES, STREAMS_PER_PRINCIPAL
+from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor
 from oubliette.wire.jsonrpc import Id
 
@@ -97,7 +99,7 @@ class McpEndpoint:
         self._sessions = sessions
         self._doors = doors or Doors()
         self._body_bytes = body_bytes
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = Tasks()
         self._streams = Streams(served, sessions, per_principal=streams_per_principal, patience=patience)
         self._running: set[Exchange] = set()
         self._cancellable: dict[tuple[str, Id], Exchange] = {}
@@ -127,14 +129,16 @@ class McpEndpoint:
             exchange.cancel(SERVER_ERROR, _STOPPING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope["headers"])
+        if headers.origin is not None and self._doors.admits_origin(headers.origin):
+            send = shared_with(headers.origin, send)
         try:
-            await self._serve(scope, receive, send)
+            await self._serve(headers, scope, receive, send)
         except Refused as refused:
             body = frames.failure(refused.request_id, refused.code, refused.message, refused.data)
             await send_json(send, refused.status, body, refused.headers)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope["headers"])
+    async def _serve(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         self._check_door(headers)
         method: str = scope["method"]
         if method == "POST":
@@ -149,6 +153,8 @@ class McpEndpoint:
             await self._sessions.end(session)
             await self._streams.session_ended(session.id)
             await send_empty(send, 200)
+        elif method == "OPTIONS" and headers.origin is not None:
+            await send_empty(send, 204, PREFLIGHT)
         else:
             raise Refused(405, INVALID_REQUEST, f"no {method} here", headers=(_ALLOW[Era.LEGACY],))
 
