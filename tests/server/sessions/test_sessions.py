@@ -312,7 +312,7 @@ async def test_events_of_a_tree_page_by_cursor_without_loss(tmp_path: Path):
         seen: list[tuple[str, int]] = []
         cursor: str | None = None
         while True:
-            more = {"cursor": cursor} if cursor else {}
+            more: dict[str, Any] = {"cursor": cursor} if cursor else {}
             page = await here.ask("session_events", session_id=root, include_children=True, max_events=7, **more)
             seen += [(event["session_id"], event["index"]) for event in page["events"]]
             cursor = page["cursor"]

@@ -1,0 +1,136 @@
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from oubliette.server.errors import Conflict, NotFound, Unauthenticated
+from oubliette.server.storage.sqlite import SqliteDatabase
+from oubliette.server.tokens import tokens
+from oubliette.server.tokens.token import Scope
+from oubliette.server.tokens.tokens import Tokens
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.at = 1_000_000.0
+
+    def now(self) -> float:
+        return self.at
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncGenerator[SqliteDatabase]:
+    opened = SqliteDatabase(tmp_path / "tokens.db")
+    yield opened
+    await opened.close()
+
+
+async def issue(database: SqliteDatabase, name: str, scope: Scope = Scope.WRITE, **more: object) -> tokens.Issued:
+    return await database.write(lambda tx: tokens.issue(tx, name=name, scope=scope, now=1_000_000.0, **more))  # type: ignore[arg-type]
+
+
+async def test_a_token_is_shown_once_and_only_its_hash_is_stored(database: SqliteDatabase, tmp_path: Path):
+    issued = await issue(database, "one")
+    assert len(issued.secret) == 4 + 64
+    assert issued.secret.startswith("oub_")
+    assert issued.secret not in repr(issued)
+    await database.close()
+    for file in tmp_path.iterdir():
+        assert issued.secret.encode() not in file.read_bytes()
+
+
+async def test_a_live_token_says_who_its_bearer_is(database: SqliteDatabase):
+    issued = await issue(database, "one", Scope.READ)
+    actor = await Tokens(database, Clock()).verify(issued.secret)
+    assert (actor.token_id, actor.principal, actor.scope) == (issued.token.id, issued.token.principal, Scope.READ)
+    assert not actor.inside
+
+
+@pytest.mark.parametrize(
+    "secret", [None, "", "oub_", "oub_" + "g" * 64, "oub_" + "0" * 64, "xyz_" + "0" * 64, "\ud800"]
+)
+async def test_what_is_no_token_of_ours_is_refused(database: SqliteDatabase, secret: str | None):
+    with pytest.raises(Unauthenticated, match="invalid or expired API key"):
+        await Tokens(database, Clock()).verify(secret)
+
+
+async def test_an_expired_token_is_refused_from_its_moment_on(database: SqliteDatabase):
+    clock = Clock()
+    issued = await issue(database, "brief", expires_at=clock.at + 10)
+    keys = Tokens(database, clock)
+    clock.at += 9.999
+    await keys.verify(issued.secret)
+    assert await keys.is_live(issued.token.id)
+    clock.at += 0.001
+    with pytest.raises(Unauthenticated):
+        await keys.verify(issued.secret)
+    assert not await keys.is_live(issued.token.id)
+
+
+@pytest.mark.parametrize("by", ["id", "name"])
+async def test_a_token_is_revoked_by_its_id_or_its_name_and_twice_is_no_error(database: SqliteDatabase, by: str):
+    issued = await issue(database, "gone")
+    named = getattr(issued.token, by)
+    for _ in range(2):
+        assert (await database.write(lambda tx: tokens.revoke(tx, named, 2.0))).id == issued.token.id
+    with pytest.raises(Unauthenticated):
+        await Tokens(database, Clock()).verify(issued.secret)
+
+
+async def test_revoking_what_does_not_exist_says_so(database: SqliteDatabase):
+    with pytest.raises(NotFound, match="no token has the id or name 'tok_nothing'"):
+        await database.write(lambda tx: tokens.revoke(tx, "tok_nothing", 2.0))
+
+
+async def test_the_last_admin_cannot_be_revoked(database: SqliteDatabase):
+    first = await issue(database, "first", Scope.ADMIN)
+    with pytest.raises(Conflict, match="last live admin"):
+        await database.write(lambda tx: tokens.revoke(tx, "first", 2.0))
+    await issue(database, "second", Scope.ADMIN)
+    await database.write(lambda tx: tokens.revoke(tx, "first", 2.0))
+    with pytest.raises(Unauthenticated):
+        await Tokens(database, Clock()).verify(first.secret)
+
+
+async def test_a_name_is_free_again_once_its_token_is_revoked(database: SqliteDatabase):
+    await issue(database, "name")
+    with pytest.raises(Conflict, match="a token named 'name' exists"):
+        await issue(database, "name")
+    await database.write(lambda tx: tokens.revoke(tx, "name", 2.0))
+    await issue(database, "name")
+
+
+async def test_a_derived_key_is_good_on_its_sessions_socket_only(database: SqliteDatabase):
+    issued = await issue(database, "derived", derived_for="gogol_a", project_id="p")
+    keys = Tokens(database, Clock())
+    actor = await keys.verify(issued.secret, session_id="gogol_a")
+    assert (actor.derived, actor.session_id, actor.project_id) == (True, "gogol_a", "p")
+    for elsewhere in (None, "gogol_b"):
+        with pytest.raises(Unauthenticated):
+            await keys.verify(issued.secret, session_id=elsewhere)
+    await database.write(lambda tx: tokens.revoke_derived(tx, "gogol_a", 2.0))
+    with pytest.raises(Unauthenticated):
+        await keys.verify(issued.secret, session_id="gogol_a")
+
+
+async def test_derived_keys_are_in_no_list_and_cannot_be_revoked_by_name(database: SqliteDatabase):
+    await issue(database, "derived", derived_for="gogol_a")
+    assert await database.read(tokens.listed) == []
+    with pytest.raises(NotFound):
+        await database.write(lambda tx: tokens.revoke(tx, "derived", 2.0))
+
+
+async def test_last_use_is_noted_and_not_at_every_call(database: SqliteDatabase):
+    clock = Clock()
+    issued = await issue(database, "used")
+    keys = Tokens(database, clock)
+    for at in (1_000_000.0, 1_000_030.0, 1_000_061.0):
+        clock.at = at
+        await keys.verify(issued.secret)
+        (shown,) = await database.read(tokens.listed)
+        assert shown.last_used_at == (1_000_061.0 if at > 1_000_060 else 1_000_000.0)
