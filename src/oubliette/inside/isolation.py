@@ -106,7 +106,8 @@ def read_link(path: str) -> str:
 
 def is_writable_folder(path: str) -> bool:
     """Try it: what the permission bits say is not what the mounts do."""
-    probe = os.path.join(path, ".oubliette-probe")
+    # A name of its own: several boxes may try the same workspace at once, and one may die before it cleans up.
+    probe = os.path.join(path, ".oubliette-probe-" + os.urandom(8).hex())
     try:
         fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except OSError:
