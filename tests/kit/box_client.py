@@ -113,12 +113,22 @@ class BoxClient:
         self.writer.transport.abort()
 
 
+async def _opened(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A server that has just started opens its doors one after the other."""
+    while True:
+        try:
+            return await asyncio.open_unix_connection(path, limit=LIMIT)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.02)
+
+
 @asynccontextmanager
 async def connected(folder: Path) -> AsyncGenerator[BoxClient]:
     """Connect to the box's socket, however deep its folder lies."""
     directory = os.open(folder / "mcp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{directory}/relay.sock", limit=LIMIT)
+        async with asyncio.timeout(SLOW_S):
+            reader, writer = await _opened(f"/proc/self/fd/{directory}/relay.sock")
     finally:
         os.close(directory)
     client = BoxClient(folder, reader, writer)

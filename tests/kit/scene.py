@@ -1,6 +1,8 @@
 """A project of its own on a real server, with everything that a test of the whole needs: callers, sessions, boxes."""
 
 import json
+import sys
+import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -8,9 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from oubliette.server.containers.inside import pack
 from tests.kit import box_client
 from tests.kit.box_client import BoxClient
 from tests.kit.mcp_caller import Era, McpCaller
+from tests.kit.mcp_host import McpHost, hosted
 from tests.kit.server import ServerProcess
 
 _numbers = count(1)
@@ -119,7 +123,7 @@ class Scene:
             for event in told["events"]:
                 if event["type"] == "completion" and event["turn"] == number:
                     return Turn(events)
-            assert told["events"], f"turn {number} does not end: {events[-3:]}"
+            assert told["events"], f"turn {number} does not end ({told['status']}): {events[-3:]}"
 
     async def until(self, session_id: str, kind: str, **fields: Any) -> dict[str, Any]:
         """The first event of this type with these fields, by the same door."""
@@ -152,6 +156,19 @@ class Scene:
     def door(self, session_id: str) -> AbstractAsyncContextManager[BoxClient]:
         """The same before it said who it is."""
         return box_client.connected(self.folder(session_id))
+
+    @asynccontextmanager
+    async def client(self, session_id: str, *, era: Era = "legacy", **env: str) -> AsyncGenerator[McpHost]:
+        """The real client on this session's real socket, with the test as its agent."""
+        program = pack(self.server.home.parent / "program")
+        argv = [sys.executable, "-I", "-S", str(program), "client"]
+        # A unix socket's address is short; this folder may lie deep.
+        with tempfile.TemporaryDirectory(prefix="oub") as short:
+            link = Path(short) / "mcp"
+            link.symlink_to(self.folder(session_id) / "mcp")
+            told = {"OUBLIETTE_SOCKET": str(link / "relay.sock"), **env}
+            async with hosted(argv, told, era=era) as host:
+                yield host
 
     async def end(self) -> None:
         live = ["starting", "idle", "running"]
