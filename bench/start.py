@@ -47,9 +47,7 @@ def clients(folder: Path, rounds: int) -> bool:
     contestants: dict[str, Callable[[], tuple[float, float]]] = {
         "python -c pass": lambda: nothing([sys.executable, "-c", "pass"]),
         "oubliette-client": lambda: server([sys.executable, "-I", "-S", program, "client"]),
-        "mcp SDK, low level": lambda: server(
-            [str(python_peer("mcp-2.3")), str(Path(__file__).parent / "sdk_stdio.py")]
-        ),
+        "mcp SDK, low level": lambda: server(sdk_server),
     }
     took: dict[str, list[float]] = {name: [] for name in contestants}
     memory: dict[str, float] = {}
