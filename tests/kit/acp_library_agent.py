@@ -4,7 +4,7 @@ The prompt says what it does: words of `DEEDS`, in order.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import acp
 from acp.schema import (
@@ -112,4 +112,4 @@ class LibraryAgent:
 
 
 if __name__ == "__main__":
-    asyncio.run(acp.run_agent(LibraryAgent()))
+    asyncio.run(acp.run_agent(cast(Any, LibraryAgent())))

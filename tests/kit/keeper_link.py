@@ -86,6 +86,7 @@ class FakeKeeper:
         self.chunk = 48 * 1024  # bytes per frame
         self.overlap = 0  # how many bytes of each frame come a second time with the next
         self.takes_input = True
+        self.takes_at_most: int | None = None  # how many more times it takes input
         self._tasks = tasks
         self._link: Link | None = None
 
@@ -169,6 +170,10 @@ class FakeKeeper:
             raise BoxFailed("the keeper refused: input has a gap")
         while not self.takes_input:
             await asyncio.sleep(0.01)
+        if self.takes_at_most is not None:
+            self.takes_at_most -= 1
+            while self.takes_at_most is not None and self.takes_at_most < 0:
+                await asyncio.sleep(0.01)
         new = base64.b64decode(params["data"])[kept.taken - params["offset"] :]
         assert kept.process.stdin
         kept.taken += len(new)

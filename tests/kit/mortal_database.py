@@ -11,9 +11,17 @@ from oubliette.server.storage.sqlite import SqliteDatabase
 
 
 class MortalDatabase:
-    def __init__(self, path: Path, *, dies_at: int | None = None, when: Literal["before", "after"] = "after") -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dies_at: int | None = None,
+        when: Literal["before", "after"] = "after",
+        suspends: bool = False,
+    ) -> None:
         self._database = SqliteDatabase(path)
-        self._dies_at = dies_at
+        self.dies_at = dies_at
+        self._suspends = suspends
         self._when = when
         self.commits = 0
         self.died = asyncio.Event()
@@ -21,18 +29,29 @@ class MortalDatabase:
     async def read(self, unit: Unit[Any]) -> Any:
         if self.died.is_set():
             await self._never()
-        return await self._database.read(unit)
+        await self._suspend()
+        read = await self._database.read(unit)
+        await self._suspend()
+        return read
 
     async def write(self, unit: Unit[Any]) -> Any:
         self.commits += 1
         if self.died.is_set():
             await self._never()
-        if self.commits == self._dies_at:
+        await self._suspend()
+        if self.commits == self.dies_at:
             if self._when == "after":
                 await self._database.write(unit)
             self.died.set()
             await self._never()
-        return await self._database.write(unit)
+        written = await self._database.write(unit)
+        await self._suspend()
+        return written
+
+    async def _suspend(self) -> None:
+        """As a database at the other end of a wire would."""
+        for _ in range(3 if self._suspends else 0):
+            await asyncio.sleep(0)
 
     async def _never(self) -> None:
         await asyncio.get_running_loop().create_future()

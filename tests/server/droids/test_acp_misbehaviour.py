@@ -1,4 +1,4 @@
-"""The driver with agents that break every rule: each costs a clear error at most, never a hang and never a lost word."""
+"""The driver with agents that break every rule: each costs a clear error at most, never a hang or a lost word."""
 
 import asyncio
 import json
@@ -82,10 +82,10 @@ async def test_a_program_that_cannot_be_started_is_an_error(tmp_path: Path) -> N
 
 async def test_a_key_does_not_leak_through_what_a_dying_agent_prints(tmp_path: Path) -> None:
     key = "oub_" + "cd" * 32
-    async with asyncio.timeout(20), world(tmp_path, agent("dies-at-start", KEY=key), QUICK) as made:
-        async with serving(made) as server:
-            with pytest.raises(DroidFailed) as failure:
-                await server.start(api_key=key)
+    dying = agent("dies-at-start", KEY=key)
+    async with asyncio.timeout(20), world(tmp_path, dying, QUICK) as made, serving(made) as server:
+        with pytest.raises(DroidFailed) as failure:
+            await server.start(api_key=key)
     assert key not in str(failure.value)
     assert "[redacted]" in str(failure.value)
 

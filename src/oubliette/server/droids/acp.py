@@ -173,6 +173,8 @@ class AcpDroids:
             return None
         conversation = conversations.restored(process.conversation, self.epoch)
         if process.lost is not None and conversation.turn is None and conversation.waiting is None:
+            logger.warning("a droid could not go on", extra={"process_id": process.id, "kind": process.lost_kind})
+            await process.signal("KILL")
             await process.finish()
             return None
         speech = await self.processes.database.read(lambda tx: Speech.restored(tx, process.id))
