@@ -13,7 +13,6 @@ from tests.kit.mcp_host import Era as BoxEra
 from tests.kit.scene import ANY, GET_MEMORY, SEND_RESPONSE, Scene, lent, scene
 from tests.kit.server import ServerProcess
 
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -314,8 +313,8 @@ async def test_result_and_error_may_be_left_out_and_not_both_be_given(here: Scen
             with pytest.raises(Refused, match="both"):
                 await caller.call("caller_tool_response", **names, result=1, error="x")
             for missing in names:
+                told = {name: value for name, value in names.items() if name != missing}
                 with pytest.raises(Refused, match=missing):
-                    told = {name: value for name, value in names.items() if name != missing}
                     await caller.call("caller_tool_response", **told, result=1)
             with pytest.raises(Refused, match="error"):
                 await caller.call("caller_tool_response", **names, error=7)
