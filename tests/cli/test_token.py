@@ -59,7 +59,7 @@ async def oubliette(home: Path, *words: str) -> tuple[int | None, str, str]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    made = Home(tmp_path / "home")
+    made = Home(tmp_path / ("a home with a path that is longer than the address of a socket may be " * 2))
     made.make()
     return made
 

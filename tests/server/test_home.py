@@ -35,13 +35,6 @@ def test_a_file_is_no_home(tmp_path: Path):
         Home(tmp_path / "file").make()
 
 
-def test_a_home_too_deep_for_its_socket_is_refused_before_it_is_made(tmp_path: Path):
-    deep = tmp_path / ("x" * 90)
-    with pytest.raises(NotConfigured, match="too long for a socket"):
-        Home(deep).make()
-    assert not deep.exists()
-
-
 def test_a_home_has_one_user_at_a_time(tmp_path: Path):
     home = Home(tmp_path)
     with HomeLock(home):

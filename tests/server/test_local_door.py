@@ -7,6 +7,7 @@ import pytest
 
 from oubliette.server.endpoints.local import CONNECTIONS_MAX, LINE_BYTES_MAX, local_door, may_ask
 from oubliette.server.errors import Conflict
+from oubliette.server.home import address
 
 
 async def echo(operation: str, params: bytes) -> object:
@@ -17,7 +18,7 @@ async def echo(operation: str, params: bytes) -> object:
     return {"operation": operation, "params": json.loads(params)}
 
 
-async def asked(path: Path, *lines: bytes) -> list[Any]:
+async def asked(path: Path | str, *lines: bytes) -> list[Any]:
     async with asyncio.timeout(5):
         reader, writer = await asyncio.open_unix_connection(path)
         answers = []
@@ -89,6 +90,14 @@ async def test_only_the_servers_user_and_root_may_ask():
     assert may_ask(0, 1000)
     assert not may_ask(1001, 1000)
     assert not may_ask(1000, 0)
+
+
+async def test_a_door_in_a_folder_deeper_than_a_sockets_address_opens(tmp_path: Path):
+    deep = tmp_path.joinpath(*["a folder with a long name"] * 6)
+    deep.mkdir(parents=True)
+    async with local_door(deep / "admin.sock", echo):
+        with address(deep / "admin.sock") as near:
+            assert (await asked(near, b'{"jsonrpc":"2.0","id":1,"method":"a"}'))[0]["result"]
 
 
 async def test_the_socket_is_closed_to_others_and_replaces_a_dead_servers(tmp_path: Path):

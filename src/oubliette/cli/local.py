@@ -8,7 +8,7 @@ import msgspec
 
 from oubliette.server.config import Settings
 from oubliette.server.errors import Conflict, OublietteError, StorageFailed
-from oubliette.server.home import Home, HomeLock
+from oubliette.server.home import Home, HomeLock, address
 from oubliette.wire import jsonrpc
 
 ANSWER_S = 30.0
@@ -70,7 +70,8 @@ async def connected(home: Home) -> tuple[asyncio.StreamReader, asyncio.StreamWri
         async with asyncio.timeout(STARTING_S):
             while True:
                 try:
-                    return await asyncio.open_unix_connection(home.admin_socket, limit=LINE_BYTES_MAX)
+                    with address(home.admin_socket) as near:
+                        return await asyncio.open_unix_connection(near, limit=LINE_BYTES_MAX)
                 except (FileNotFoundError, ConnectionRefusedError):
                     await asyncio.sleep(RETRY_S)
     except TimeoutError:

@@ -2,14 +2,13 @@
 
 import fcntl
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from oubliette.server.errors import Conflict, NotConfigured
-
-# What the kernel takes as the address of a unix socket, its closing zero included.
-_ADDRESS_BYTES = 108
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,6 @@ class Home:
 
     def make(self) -> None:
         """Make the folder, closed to everybody else; again is no error. Raises `NotConfigured`."""
-        if len(os.fsencode(self.admin_socket)) >= _ADDRESS_BYTES:
-            raise NotConfigured(f"{self.path}: the path is too long for a socket in it; choose a shorter home")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.path.stat()
@@ -42,6 +39,16 @@ class Home:
             raise NotConfigured(f"{self.path}: belongs to another user; choose another home")
         if found.st_mode & 0o077:
             raise NotConfigured(f"{self.path}: is open to other users (chmod 700 it), or choose another home")
+
+
+@contextmanager
+def address(path: Path) -> Generator[str]:
+    """A unix socket's path, while the context is open, in words that fit the kernel's 108 bytes however deep it is."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class HomeLock:

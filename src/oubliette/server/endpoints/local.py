@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from oubliette.server.endpoints import failures
+from oubliette.server.home import address
 from oubliette.wire import jsonrpc
 
 LINE_BYTES_MAX = 1024 * 1024
@@ -28,7 +29,7 @@ Ask = Callable[[str, bytes], Awaitable[object]]
 @asynccontextmanager
 async def local_door(path: Path, ask: Ask) -> AsyncGenerator[None]:
     """Serve `path` while the context is open. The home's lock is held, so a socket found there is a dead server's."""
-    _remove(path)
+    listener = _listen(path)
     open_connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,16 +44,25 @@ async def local_door(path: Path, ask: Ask) -> AsyncGenerator[None]:
             open_connections -= 1
             writer.close()
 
-    before = os.umask(0o177)
-    try:
-        server = await asyncio.start_unix_server(serve, path, limit=LINE_BYTES_MAX)
-    finally:
-        os.umask(before)
+    server = await asyncio.start_unix_server(serve, sock=listener, limit=LINE_BYTES_MAX)
     try:
         yield
     finally:
         server.close()
         _remove(path)
+
+
+def _listen(path: Path) -> socket.socket:
+    _remove(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        with address(path) as near:
+            listener.bind(near)
+        path.chmod(0o600)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _remove(path: Path) -> None:
