@@ -172,7 +172,7 @@ class FakeKeeper:
             await asyncio.sleep(0.01)
         if self.takes_at_most is not None:
             self.takes_at_most -= 1
-            while self.takes_at_most is not None and self.takes_at_most < 0:
+            while (self.takes_at_most or 0) < 0:
                 await asyncio.sleep(0.01)
         new = base64.b64decode(params["data"])[kept.taken - params["offset"] :]
         assert kept.process.stdin
