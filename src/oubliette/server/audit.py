@@ -35,7 +35,7 @@ def entry(actor: Actor | None, *, door: str, operation: str, outcome: str, targe
 
 
 async def write(tx: Tx, at: float, told: Entry) -> None:
-    await tx.run(
+    await tx.add(
         "INSERT INTO audit (at, token_id, principal, session_id, door, operation, target, outcome)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         at,

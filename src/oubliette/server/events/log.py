@@ -55,7 +55,7 @@ class EventLog:
         end, first, size = row
         index = end - len(bodies)
         for event, body in zip(events, bodies, strict=True):
-            await tx.run(
+            await tx.add(
                 "INSERT INTO events (session_id, idx, type, at, body) VALUES (?, ?, ?, ?, ?)",
                 session_id,
                 index,

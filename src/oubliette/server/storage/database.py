@@ -25,6 +25,10 @@ class Tx(Protocol):
         """Execute, and tell how many rows changed."""
         ...
 
+    async def add(self, sql: str, *values: Any) -> None:
+        """Insert a row that no unit of this moment looks at again: it may be gathered with others until the commit."""
+        ...
+
 
 Unit = Callable[[Tx], Awaitable[T]]
 

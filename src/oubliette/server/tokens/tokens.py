@@ -18,6 +18,11 @@ from oubliette.server.tokens.token import Actor, Scope, Token
 PREFIX = "oub_"
 _SECRET = re.compile(r"oub_[0-9a-f]{64}\Z")
 _COLUMNS = "id, principal, name, hint, scope, project_id, session_id, created_at, expires_at, revoked_at, last_used_at"
+_VERIFY = (
+    "SELECT id, principal, scope, project_id, session_id, expires_at, revoked_at, last_used_at"
+    " FROM tokens WHERE hash = ?"
+)
+_SCOPES = {scope.value: scope for scope in Scope}
 # `last_used_at` is for people; a write per call would be for nobody.
 USED_EVERY_S = 60.0
 
@@ -66,29 +71,24 @@ class Tokens:
         if secret is None or not _SECRET.match(secret):
             raise Unauthenticated
         digest = hashed(secret)
-
-        async def find(tx: Tx) -> Row | None:
-            return await tx.one(f"SELECT {_COLUMNS} FROM tokens WHERE hash = ?", digest)  # noqa: S608 - our own words
-
-        row = await self._database.read(find)
+        row = await self._database.read(lambda tx: tx.one(_VERIFY, digest))
         if row is None:
             raise Unauthenticated
-        token = _token(row)
+        token_id, principal, scope, project_id, derived_for, expires_at, revoked_at, used_at = row
         now = self._clock.now()
-        if token.revoked_at is not None or (token.expires_at is not None and token.expires_at <= now):
+        if revoked_at is not None or (expires_at is not None and expires_at <= now):
             raise Unauthenticated
-        derived = token.session_id is not None
-        if derived and token.session_id != session_id:
+        if derived_for is not None and derived_for != session_id:
             raise Unauthenticated
-        if token.last_used_at is None or now - token.last_used_at > USED_EVERY_S:
-            await self._used(token.id, now)
+        if used_at is None or now - used_at > USED_EVERY_S:
+            await self._used(token_id, now)
         return Actor(
-            principal=token.principal,
-            scope=token.scope,
-            token_id=token.id,
-            project_id=token.project_id,
+            principal=principal,
+            scope=_SCOPES[scope],
+            token_id=token_id,
+            project_id=project_id,
             session_id=session_id,
-            derived=derived,
+            derived=derived_for is not None,
         )
 
     async def is_live(self, token_id: str) -> bool:
