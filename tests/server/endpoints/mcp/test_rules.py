@@ -469,7 +469,7 @@ async def test_results_are_dressed_for_the_era(rig: Rig) -> None:
     assert result["resultType"] == "complete"
     assert "ttlMs" not in result
     plain = (await rig.ask(call("try_echo", a=1), legacy(await rig.session()))).json["result"]
-    assert plain.keys() == {"content", "structuredContent"}
+    assert plain.keys() == {"content", "structuredContent", "isError"}
 
 
 async def test_a_stateless_notification_is_taken_and_dropped(rig: Rig) -> None:

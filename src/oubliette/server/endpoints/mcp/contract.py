@@ -59,7 +59,7 @@ class ResourceNotFound(RpcError):
         super().__init__(INVALID_PARAMS, "resource not found", {"uri": uri})
 
 
-class ToolResult(msgspec.Struct, omit_defaults=True):
+class ToolResult(msgspec.Struct):
     content: list[Any]
     structuredContent: Any = msgspec.UNSET
     isError: bool = False
