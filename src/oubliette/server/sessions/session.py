@@ -26,6 +26,7 @@ LISTED_WITHIN_S = 10.0
 # How often a turn that waits for its caller is told from one that has fallen silent.
 TOUCH_EVERY_S = 10.0
 STOP_WITHIN_S = 10.0
+LET_GO_WITHIN_S = 1.0
 
 
 class Droids(Protocol):
@@ -106,9 +107,15 @@ class LiveSession:
         """Cancel the open turn, and what it waits for; False where none is open."""
         if self._open_turn is None:
             return False
-        # The droid first: one that saw its call fail before it knew would go on with its plan.
+        # The droid first: one that saw its call fail before it knew would go on with its plan. Most let go of their
+        # calls by themselves; for those that forget to, the calls end here.
         if self._droid is not None:
             await self._droid.cancel()
+            try:
+                async with asyncio.timeout(LET_GO_WITHIN_S):
+                    await self._over.wait()
+            except TimeoutError:
+                pass
         await self._rooms.exchange.cancel_all(self._id, "the turn was cancelled")
         return True
 
