@@ -119,6 +119,18 @@ def test_tokens_are_made_listed_and_revoked_while_it_runs(tmp_path: Path):
     assert states == {"first-admin": False, "ant": True}
 
 
+def test_any_setting_is_a_flag_and_what_is_none_is_refused(tmp_path: Path):
+    with up(tmp_path, "--durability", "power", "--allowed-hosts", "a.example,b.example", "--idle-after-s=9"):
+        pass
+    for words, message in (
+        (["--durabilty", "power"], "--durabilty: there is no setting `durabilty`; did you mean `durability`?"),
+        (["--durability", "none"], "--durability: Invalid enum value 'none'"),
+        (["--max-depth", "deep"], "--max-depth: Expected `int`, got `str`"),
+    ):
+        refused = oubliette("up", "--home", str(tmp_path), *words)
+        assert (refused.returncode, refused.stderr) == (2, f"oubliette: {message}\n")
+
+
 def test_the_text_for_people_holds_the_address_the_token_and_the_snippet(tmp_path: Path):
     with subprocess.Popen(
         [*PROGRAM, "up", "--home", str(tmp_path), "--port", "0"],

@@ -73,6 +73,10 @@ def test_lists_and_truth_come_from_the_environment_as_text():
     assert (settings.allowed_hosts, settings.unsafe_no_sandbox) == (("a.example", "b.example"), True)
 
 
+def test_a_list_in_a_flag_is_separated_by_commas():
+    assert load("", HOME, {"allowed_hosts": "a.example,b.example"}).allowed_hosts == ("a.example", "b.example")
+
+
 def test_a_default_wait_above_the_maximum_is_refused():
     assert "is more than caller_tool_timeout_max_s (600)" in refusal("caller_tool_timeout_s = 601")
 

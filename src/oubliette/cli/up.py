@@ -25,6 +25,7 @@ def up(
     ] = None,
     file: File = None,
     as_json: AsJson = False,
+    **others: Annotated[str, Parameter(help="Any other setting by its name: `--durability power`.")],
 ) -> None:
     """Run the server until it is told to stop (Ctrl-C), making its home first if there is none."""
     # Only here: help and other words need not load the server.
@@ -32,7 +33,8 @@ def up(
 
     from oubliette.server.app import serve
 
-    chosen = settings(file=file, home=home, host=host, port=port, runtime=runtime, unsafe_no_sandbox=unsafe_no_sandbox)
+    named = {"home": home, "host": host, "port": port, "runtime": runtime, "unsafe_no_sandbox": unsafe_no_sandbox}
+    chosen = settings(file=file, **{name.replace("-", "_"): value for name, value in others.items()}, **named)
 
     def ready(started: "Ready") -> None:
         print(told_as_json(started, chosen) if as_json else told(started, chosen), flush=True)

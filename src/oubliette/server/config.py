@@ -105,16 +105,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def load(text: str, env: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     """Join the sources. Raises `NotConfigured` with the name at fault, where it stands, and what it may be.
 
-    A flag that is None was not given. A list in the environment is separated by commas.
+    A flag that is None was not given. In the environment and in flags a list is separated by commas.
     """
     values: dict[str, Any] = {"home": "~/.oubliette"}
     for name, value in _parsed(text).items():
         values[name] = _checked(name, value, where=FILE, strict=True)
     for name, value in _from_environment(env):
-        values[name] = _checked(name, value, where=f"{PREFIX}{name.upper()}", strict=False)
+        values[name] = _checked(name, _listed(name, value), where=f"{PREFIX}{name.upper()}", strict=False)
     for name, value in flags.items():
         if value is not None:
-            values[name] = _checked(name, value, where=f"--{name.replace('_', '-')}", strict=False)
+            values[name] = _checked(name, _listed(name, value), where=f"--{name.replace('_', '-')}", strict=False)
     values["home"] = _expanded(Path(values["home"]), env)
     try:
         return Settings(**values)
@@ -159,20 +159,25 @@ def _parsed(text: str) -> dict[str, Any]:
     return values
 
 
-def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(Settings)
+def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for variable, value in env.items():
         if not variable.startswith(PREFIX):
             continue
         name = variable.removeprefix(PREFIX)
         if name in _NO_SETTINGS:
             continue
-        if name.lower() not in hints:
+        if name.lower() not in Settings.__struct_fields__:
             if near := _nearest(name.lower(), cutoff=_NEARLY):
                 raise NotConfigured(f"{variable}: there is no setting `{name.lower()}`{near}")
             continue
-        is_list = get_origin(hints[name.lower()]) is tuple
-        yield name.lower(), [part.strip() for part in value.split(",") if part.strip()] if is_list else value
+        yield name.lower(), value
+
+
+def _listed(name: str, value: Any) -> Any:
+    """Where a list is wanted and a text given, its parts."""
+    if isinstance(value, str) and get_origin(get_type_hints(Settings).get(name)) is tuple:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
 
 
 def _nearest(name: str, *, cutoff: float) -> str:
