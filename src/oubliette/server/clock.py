@@ -1,7 +1,9 @@
 """Time as a parameter: wall time for what is stored, monotonic time for what is waited for."""
 
+import asyncio
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -14,6 +16,22 @@ class Clock(Protocol):
         ...
 
 
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class AlarmClock(Clock, Protocol):
+    """A clock that also rings."""
+
+    def later(self, seconds: float, ring: Callable[..., object], *values: Any) -> Timer:
+        """Call `ring(*values)` on the loop in so many monotonic seconds, unless cancelled before."""
+        ...
+
+
 class SystemClock:
     now = staticmethod(time.time)
     monotonic = staticmethod(time.monotonic)
+
+    @staticmethod
+    def later(seconds: float, ring: Callable[..., object], *values: Any) -> Timer:
+        return asyncio.get_running_loop().call_later(seconds, ring, *values)

@@ -1,6 +1,7 @@
 """Every bound that is not a setting, in one place."""
 
 PENDING_CALLS_PER_SESSION = 64
+WAITERS_PER_CALL = 16
 QUEUED_MESSAGES_PER_SESSION = 16
 MESSAGE_BYTES = 1024 * 1024
 TOOLS_PER_CALLER = 128
@@ -9,6 +10,7 @@ SCHEMA_NODES = 10_000
 DESCRIPTION_BYTES = 16 * 1024
 ARGUMENTS_BYTES = 4 * 1024 * 1024
 RESULT_BYTES = 6 * 1024 * 1024
+ERROR_BYTES = 64 * 1024
 # Larger arguments travel by reference: some clients' SSE readers stop at 1 MiB.
 INLINE_ARGUMENTS_BYTES = 256 * 1024
 HTTP_BODY_BYTES = 8 * 1024 * 1024
