@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -158,11 +158,10 @@ class FakeKeeper(asyncio.Protocol):
             self._connecting.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._buffer = transport, b""
+        self._transport, self._buffer = cast("asyncio.Transport", transport), b""
         states = [cat.state(process) for process, cat in self._cats.items()]
         attach = {"key": self._key, "role": "keeper", "instance": self._instance, "protocol": 1, "processes": states}
-        transport.write(jsonrpc.request(1, "attach", attach))
+        self._transport.write(jsonrpc.request(1, "attach", attach))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport, self._is_attached = None, False

@@ -8,7 +8,7 @@ import asyncio
 import base64
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -129,8 +129,7 @@ class KeeperLine(asyncio.Protocol):
         self._bytes_left = server.cuts.pop(0) if server.cuts else None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:

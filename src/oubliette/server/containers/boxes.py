@@ -24,6 +24,7 @@ START_WAIT_S = 15.0
 STOP_WAIT_S = 4.0
 KILL_WAIT_S = 5.0
 MARK = "OUBLIETTE_BOX"
+_KILL_ROUNDS = 100
 
 Judge = Callable[[Mapping[str, Any]], Sequence[str]]
 
@@ -64,7 +65,9 @@ class LocalBoxes:
         self._watched: dict[int, int] = {}  # children of ours and the descriptors that tell of their end
 
     async def open_door(self, box_id: str, relay_key: str, accept: Callable[[], asyncio.Protocol]) -> None:
-        await self._doors.open(box_id, self.folders.of(box_id).door, relay_key, accept)
+        folder = self.folders.of(box_id)
+        await asyncio.to_thread(folder.make)
+        await self._doors.open(box_id, folder.door, relay_key, accept)
 
     async def start(self, spec: BoxSpec, plan: Callable[[], Launch], judge: Judge, extra: Mapping[str, str]) -> Box:
         """Start the keeper and hear what it says of its walls; a box that fails, or leaks, leaves nothing behind.
@@ -175,10 +178,13 @@ class LocalBoxes:
 
     def _all(self, installation: str) -> list[Box]:
         found: dict[str, Box] = {}
+        procs: dict[str, list[Proc]] = {}
         for label, proc in _keepers():
             if label.installation == installation:
-                handle = Started(proc, proc).handle()
-                found.setdefault(label.box_id, Box(box_id=label.box_id, session_id=label.session_id, handle=handle))
+                known = procs.setdefault(label.box_id, [])
+                known.append(proc)
+                handle = Started(known[0], known[-1]).handle()
+                found[label.box_id] = Box(box_id=label.box_id, session_id=label.session_id, handle=handle)
         for box_id, folder in self.folders.all():
             note = folder.read()
             if note is None:
@@ -213,15 +219,22 @@ class LocalBoxes:
 async def end(procs: Sequence[Proc]) -> None:
     """Ask the keeper, which comes first, and then kill what is left.
 
-    A launcher is not asked: it ends with its keeper, and buries it before.
+    Asked is only who listens: the first process of a box ignores what it does not catch, and a launcher that is still
+    at work would leave half a box behind. A launcher that has done its work ends with its keeper, and buries it before.
     """
-    for proc in procs[:1]:
-        proc.send(signal.SIGTERM)
-    for proc in procs:
-        if not await proc.ended(STOP_WAIT_S):
+    for position, proc in enumerate(procs):
+        patience_s = STOP_WAIT_S if position > 0 or _ask(proc) else 0.0
+        if not await proc.ended(patience_s):
             await asyncio.to_thread(_kill_tree, proc)
             if not await proc.ended(KILL_WAIT_S):
                 raise BoxFailed("a process of the box cannot be killed")
+
+
+def _ask(proc: Proc) -> bool:
+    if not host.catches(proc.pid, signal.SIGTERM):
+        return False
+    proc.send(signal.SIGTERM)
+    return True
 
 
 def _undo(starting: asyncio.Future[Launched]) -> None:
@@ -236,13 +249,19 @@ def _undo(starting: asyncio.Future[Launched]) -> None:
 
 
 def _kill_tree(root: Proc) -> None:
-    """Kill it and everything below it, the lowest included: who is cut off first can no longer be found."""
-    if root.is_alive():
-        for pid in host.descendants(root.pid):
-            proc = host.find(pid)
-            if proc is not None:
-                proc.send(signal.SIGKILL)
-        root.send(signal.SIGKILL)
+    """Kill it and everything below it.
+
+    It is stopped first, so that it starts nothing between the look and the kill, and killed last: what is cut off from
+    it can no longer be found.
+    """
+    root.stop()
+    for _ in range(_KILL_ROUNDS):
+        below = [proc for pid in host.descendants(root.pid) if (proc := host.find(pid))] if root.is_alive() else []
+        if not below:
+            break
+        for proc in below:
+            proc.send(signal.SIGKILL)
+    root.send(signal.SIGKILL)
 
 
 def _started(handle: Mapping[str, str]) -> Started | None:

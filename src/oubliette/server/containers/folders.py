@@ -41,7 +41,7 @@ class Folder:
         self._note = path / "box.json"
 
     def make(self) -> None:
-        for path in (self.path, self.door, self.home):
+        for path in (self.path.parent, self.path, self.door, self.home):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, note: Note) -> None:

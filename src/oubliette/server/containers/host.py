@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_STOP_LOOKS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,15 @@ class Proc:
             pass
         finally:
             os.close(fd)
+
+    def stop(self) -> None:
+        """Stop it, and return when it stands still; a program of one thread does so at once."""
+        self.send(signal.SIGSTOP)
+        for _ in range(_STOP_LOOKS):
+            stat = _stat(self.pid)
+            if stat is None or stat[0] not in (b"R", b"S", b"D") or not self.is_alive():
+                return
+            os.sched_yield()
 
     async def ended(self, within_s: float) -> bool:
         """Wait for its end; whether it came."""
@@ -85,12 +95,14 @@ def arguments(pid: int) -> list[str]:
 
 def is_first_of_namespace(pid: int) -> bool:
     """Whether it is process 1 of a process namespace below ours."""
-    try:
-        lines = (_PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return False
-    numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), None)
-    return numbers is not None and len(numbers) > 1 and numbers[-1] == "1"
+    numbers = _status(pid, "NSpid")
+    return len(numbers) > 1 and numbers[-1] == "1"
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether it has a handler of its own for this signal."""
+    mask = _status(pid, "SigCgt")
+    return bool(mask) and bool(int(mask[0], 16) & 1 << (number - 1))
 
 
 def pids() -> Iterator[int]:
@@ -124,6 +136,18 @@ def marked(variable: bytes) -> list[int]:
         if variable in environment.split(b"\0"):
             found.append(pid)
     return found
+
+
+def _status(pid: int, name: str) -> list[str]:
+    """The words of one line of /proc/PID/status."""
+    try:
+        lines = (_PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return line.split()[1:]
+    return []
 
 
 def _stat(pid: int) -> list[bytes] | None:

@@ -28,7 +28,8 @@ _ENVIRONMENT = {
 def leaks(facts: Facts) -> list[str]:
     """What is wrong with the box, in words; nothing if it holds."""
     found = [what for what, holds in _CLAIMS.items() if not _try(holds, facts)]
-    return [*found, *(f"it can write to {path}" for path in facts.get("writable", []))]
+    writable: list[str] = facts.get("writable") or []
+    return [*found, *(f"it can write to {path}" for path in writable)]
 
 
 def _try(holds: Callable[[Facts], bool], facts: Facts) -> bool:
