@@ -29,7 +29,7 @@ async def here(server: ServerProcess) -> AsyncGenerator[Scene]:
 
 
 # The design's own example, word for word.
-DESIGNED = {
+DESIGNED: dict[str, Any] = {
     "caller_id": "ant",
     "caller_tools": [
         {
@@ -47,7 +47,7 @@ DESIGNED = {
         {"name": "get_memory", "description": "Retrieve stored memories for context"},
     ],
 }
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "caller_id": "ant",
     "tools": [
         {**DESIGNED["caller_tools"][0], "box_name": "ant_send_response"},

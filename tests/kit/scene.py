@@ -149,6 +149,11 @@ class Scene:
     def folder(self, session_id: str) -> Path:
         return box_client.box_folder(self.server.home, session_id)
 
+    async def workspace(self, session_id: str) -> Path:
+        """Where the session's /workspace lies on this host."""
+        shown = await self.server.ask("session_get", session_id=session_id)
+        return self.server.home / "projects" / shown["project_id"] / "workspaces" / shown["workspace_id"]
+
     def box(self, session_id: str, **params: Any) -> AbstractAsyncContextManager[BoxClient]:
         """A client on this session's relay socket, let in."""
         return box_client.attached(self.folder(session_id), **params)
