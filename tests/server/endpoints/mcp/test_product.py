@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.kit.mcp_rig import Wire, call, legacy, modern, request
 from tests.kit.raw_http import SLOW_S, RawConnection, connected
@@ -352,6 +354,41 @@ async def test_a_quiet_level_still_lets_requests_through(wire: Wire, project: st
         assert message["params"]["data"]["type"] == "caller_tool_request"
         await answered(wire, session, message["params"]["data"])
         await finished(wire, sent["session_id"])
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(2**62, 2**72)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+# What would end or start too much for a test of nonsense.
+SPARED = {"session_spawn", "session_message", "token_create", "token_revoke", "project_create"}
+
+
+def fitting(schema: dict[str, Any], project: str) -> st.SearchStrategy[Any]:
+    """Arguments that nearly fit a tool: its own names, values of any kind, and now and then right ones."""
+    values = JSON | st.sampled_from([project, "gogol_20260101_000000_00000000", "", -1, 0, 2**70, ["idle"]])
+    return st.dictionaries(st.sampled_from(sorted(schema["properties"]) or ["x"]), values, max_size=5)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+@given(data=st.data())
+async def test_no_arguments_are_a_bug_of_the_server(data: st.DataObject, wire: Wire, project: str) -> None:
+    message, lines = modern(request("tools/list"))
+    tools = [each for each in (await wire.ask(message, *lines)).json["result"]["tools"] if each["name"] not in SPARED]
+    chosen = data.draw(st.sampled_from(tools))
+    arguments = data.draw(fitting(chosen["inputSchema"], project))
+    arguments.pop("wait_seconds", None)
+    if chosen["name"] == "caller_tool_poll":
+        arguments["wait_seconds"] = 0
+    message, lines = modern(call(chosen["name"], **arguments))
+    body = (await wire.ask(json.dumps(message, allow_nan=False).encode(), *lines)).json
+    assert "result" in body, (chosen["name"], arguments, body)
 
 
 async def test_a_request_outlives_a_killed_server_on_the_same_mcp_session(wire: Wire, server: ServerProcess) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from oubliette.server.errors import StorageFailed
 from oubliette.server.tokens.token import Actor, Scope
 from tests.kit.mcp_rig import MovableClock, Rig, initialize, legacy, request, serving
 from tests.kit.raw_http import connected
@@ -120,6 +121,26 @@ async def test_a_session_that_only_listens_is_kept(tmp_path: Path) -> None:
             clock.ahead += 1000
             assert await rig.sessions.purge() == []
             assert (await rig.ask(request("ping"), legacy(session))).status == 200
+
+
+async def test_a_database_that_fails_is_an_error_to_try_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = await rig.session()
+
+    async def failing(*_: object) -> None:
+        raise StorageFailed("the disk is full")
+
+    monkeypatch.setattr(rig.sessions, "set_level", failing)
+    reply = await rig.ask(request("logging/setLevel", {"level": "info"}), legacy(session))
+    assert reply.json["error"]["data"] == {"kind": "unavailable", "retryable": True}
+    monkeypatch.setattr(rig.sessions, "find", failing)
+    reply = await rig.ask(request("ping"), legacy(session))
+    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json["error"]["message"] == "the disk is full"
+    monkeypatch.setattr(rig.fixtures, "authenticate", failing)
+    assert (await rig.ask(request("ping"), legacy(session))).status == 503
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_session_shows_no_more_than_it_must(rig: Rig) -> None:

@@ -269,9 +269,12 @@ async def test_a_legacy_clients_leaving_cancels_nothing(rig: Rig) -> None:
         await rig.post(connection, call("try_hang", id="l"), legacy(session))
         async with asyncio.timeout(SLOW_S):
             await rig.fixtures.started.wait()
+        (running,) = rig.endpoint._running
     # The leaving is noticed, and the request lives: its cancellation still finds it.
-    for _ in range(20):
-        await rig.ask(request("ping"), legacy(session))
+    async with asyncio.timeout(SLOW_S):
+        while not running._gone:
+            await asyncio.sleep(0.01)
+    await rig.ask(request("ping"), legacy(session))
     assert rig.fixtures.stopped == []
     await rig.ask(
         {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": "l"}}, legacy(session)
@@ -483,3 +486,15 @@ async def test_who_reads_a_log_can_wait_until_little_is_queued() -> None:
         assert stream.undelivered <= 64 * 1024
         stream.end()
         socket.room.release()
+
+
+async def test_who_waits_for_a_stream_is_released_when_it_ends() -> None:
+    for end in (Stream.lost, lambda stream: stream.cut("too slow"), Stream.end):
+        stream = Stream()
+        stream.push(b"x" * 100_000)
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(SLOW_S):
+            waiting = tasks.create_task(stream.drained())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            end(stream)
+            await waiting

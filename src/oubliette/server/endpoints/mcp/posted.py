@@ -113,7 +113,9 @@ def read(body: bytes | bytearray) -> Posted:
 def _frame(body: bytes | bytearray) -> Frame:
     try:
         return decode_frame(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except RecursionError:
+        raise Refused(400, PARSE_ERROR, "the body is nested too deep") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     try:
         whole = msgspec.json.decode(body)

@@ -43,7 +43,7 @@ from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
 from oubliette.server.endpoints.mcp.stream import HEADERS, Send, Stream
 from oubliette.server.endpoints.mcp.streams import Patience, Streams
 from oubliette.server.endpoints.mcp.versions import MODERN, Era, negotiated
-from oubliette.server.errors import Forbidden, TooMany, Unauthenticated
+from oubliette.server.errors import Forbidden, OublietteError, TooMany, Unauthenticated
 from oubliette.server.limits import HTTP_BODY_BYTES, STREAMS_PER_PRINCIPAL
 from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor
@@ -79,6 +79,7 @@ _CACHEABLE: Final = frozenset(
     }
 )
 _ALLOW: Final = {Era.LEGACY: (b"allow", b"GET, POST, DELETE"), Era.MODERN: (b"allow", b"POST")}
+_RETRY_SOON: Final = (b"retry-after", b"1")
 _CHALLENGE: Final = (b"www-authenticate", b"Bearer")
 
 
@@ -137,6 +138,8 @@ class McpEndpoint:
         except Refused as refused:
             body = frames.failure(refused.request_id, refused.code, refused.message, refused.data)
             await send_json(send, refused.status, body, refused.headers)
+        except OublietteError as error:
+            await send_json(send, 503, frames.failure(None, SERVER_ERROR, error.message), (_RETRY_SOON,))
 
     async def _serve(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         self._check_door(headers)
@@ -162,7 +165,7 @@ class McpEndpoint:
 
     def _check_door(self, headers: Headers) -> None:
         if self._stopping:
-            raise Refused(503, SERVER_ERROR, _STOPPING, headers=((b"retry-after", b"1"),))
+            raise Refused(503, SERVER_ERROR, _STOPPING, headers=(_RETRY_SOON,))
         if headers.repeated is not None:
             raise Refused(400, INVALID_REQUEST, f"{headers.repeated} appears more than once")
         if not self._doors.admits_host(headers.host):
@@ -312,6 +315,9 @@ class McpEndpoint:
                 code = LEGACY_RESOURCE_NOT_FOUND
             status = _STATUS.get(code, 200) if modern else 200
             return status, frames.failure(request_id, code, error.message, error.data)
+        except OublietteError as error:
+            data = {"kind": error.kind, "retryable": error.retryable}
+            return 200, frames.failure(request_id, SERVER_ERROR, error.message, data)
         except Exception:
             logger.exception("the method %s failed", method[:100])
             return 200, frames.failure(request_id, INTERNAL_ERROR, "internal error")
