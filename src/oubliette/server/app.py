@@ -45,8 +45,9 @@ from oubliette.server.operations.once import Once
 from oubliette.server.operations.operation import Asked, Rooms
 from oubliette.server.sessions.boxes import Boxes
 from oubliette.server.sessions.keys import SessionKeys
+from oubliette.server.sessions.messages import Bounds, Messages
 from oubliette.server.sessions.session import Rooms as SessionRooms
-from oubliette.server.sessions.sessions import Bounds, Sessions
+from oubliette.server.sessions.sessions import Sessions
 from oubliette.server.storage.database import Database, Tx
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tasks import Tasks
@@ -224,32 +225,33 @@ class App:
             accept=lambda box_id: self._relay.accept(box_id),
         )
         brought: dict[str, str] = {}
-        self.sessions = sessions = Sessions(
-            SessionRooms(
-                database=database,
-                clock=clock,
-                events=events,
-                following=following,
-                exchange=exchange,
-                boxes=boxes,
-                droids=AcpDroids(
-                    processes,
-                    append=events.append,
-                    after=following.wake,
-                    epoch=identity.epoch,
-                    profile=self._profile,
-                    patience=Patience(silence_s=settings.turn_silence_s),
-                ),
-                keys=SessionKeys(database, clock, brought),
-                idle_after_s=settings.idle_after_s,
+        stands = SessionRooms(
+            database=database,
+            clock=clock,
+            events=events,
+            following=following,
+            exchange=exchange,
+            boxes=boxes,
+            droids=AcpDroids(
+                processes,
+                append=events.append,
+                after=following.wake,
+                epoch=identity.epoch,
+                profile=self._profile,
+                patience=Patience(silence_s=settings.turn_silence_s),
             ),
-            tasks=tasks,
+            keys=SessionKeys(database, clock, brought),
+            idle_after_s=settings.idle_after_s,
+        )
+        self.sessions = sessions = Sessions(stands, tasks=tasks, brought=brought)
+        messages = Messages(
+            stands,
+            sessions,
             bounds=Bounds(
                 sessions_per_project=settings.sessions_per_project,
                 max_depth=settings.max_depth,
                 max_descendants=settings.max_children,
             ),
-            brought=brought,
         )
         self._boxes = boxes
         rooms = Rooms(
@@ -260,6 +262,7 @@ class App:
             following=following,
             exchange=exchange,
             sessions=sessions,
+            messages=messages,
             timeout_max_s=settings.caller_tool_timeout_max_s,
             forget_workspace=self._forget_workspace,
         )

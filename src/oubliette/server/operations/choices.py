@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from oubliette.server.sessions.sessions import Autonomy
+from oubliette.server.sessions.messages import Autonomy
 
 ChosenAutonomy = Annotated[
     Autonomy,

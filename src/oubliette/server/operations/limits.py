@@ -49,7 +49,7 @@ def _bound(override: int | None, default: int) -> Bound:
 
 async def show(rooms: Rooms, asked: Asked, params: ConfigLimits) -> LimitsShown:
     del asked
-    bounds = rooms.sessions.bounds
+    bounds = rooms.messages.bounds
 
     async def read(tx: Tx) -> LimitsShown:
         project = await projects.get(tx, params.project_id)

@@ -22,7 +22,7 @@ from oubliette.server.operations.operation import Asked, Operation, Rooms, Targe
 from oubliette.server.operations.watching import Seen, follow, page_of_tree
 from oubliette.server.sessions import rows
 from oubliette.server.sessions.lifecycle import State
-from oubliette.server.sessions.sessions import Autonomy, Messaged, Wanted
+from oubliette.server.sessions.messages import Autonomy, Messaged, Wanted
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Scope
 
@@ -235,27 +235,27 @@ async def _wanted(rooms: Rooms, asked: Asked, params: SessionMessage | SessionSp
 
 async def message(rooms: Rooms, asked: Asked, params: SessionMessage) -> SessionMessaged:
     wanted = await _wanted(rooms, asked, params)
-    actor, sessions = asked.actor, rooms.sessions
+    actor, messages = asked.actor, rooms.messages
     if params.session_id is not None:
-        messaged = await sessions.send(actor, asked.door, params.session_id, wanted)
+        messaged = await messages.send(actor, asked.door, params.session_id, wanted)
     elif actor.derived and actor.session_id is not None:
-        messaged = await sessions.spawn_child(actor, asked.door, actor.session_id, wanted)
+        messaged = await messages.spawn_child(actor, asked.door, actor.session_id, wanted)
     elif params.project_id is None:
         raise InvalidParams("project_id is missing: say which project, or which session by session_id")
     else:
-        messaged = await sessions.message(actor, asked.door, params.project_id, wanted)
+        messaged = await messages.message(actor, asked.door, params.project_id, wanted)
     return await _messaged(rooms, asked, messaged, params.wait_seconds)
 
 
 async def spawn(rooms: Rooms, asked: Asked, params: SessionSpawn) -> SessionMessaged:
     wanted = await _wanted(rooms, asked, params)
-    actor, sessions = asked.actor, rooms.sessions
+    actor, messages = asked.actor, rooms.messages
     if actor.derived and actor.session_id is not None:
-        messaged = await sessions.spawn_child(actor, asked.door, actor.session_id, wanted)
+        messaged = await messages.spawn_child(actor, asked.door, actor.session_id, wanted)
     elif params.project_id is None:
         raise InvalidParams("project_id is missing: say in which project")
     else:
-        messaged = await sessions.spawn(actor, asked.door, params.project_id, wanted)
+        messaged = await messages.spawn(actor, asked.door, params.project_id, wanted)
     return await _messaged(rooms, asked, messaged, params.wait_seconds)
 
 
