@@ -188,6 +188,13 @@ async def test_cancelling_a_turn_tells_the_mcp_server_and_leaves_the_session_usa
     assert call["params"]["_meta"]["progressToken"]
 
 
+async def test_progress_of_a_tool_is_passed_on_as_a_sign_of_life(tmp_path: Path) -> None:
+    async with asyncio.timeout(20), hosted(argv(), environment(tmp_path)) as agent:
+        assert await run(agent, tmp_path, {"tool": "ant_progresses", "expect": {"equals": "done"}}) == "end_turn"
+        statuses = [update["status"] for update in agent.host.of("tool_call_update")]
+        assert statuses == ["in_progress", "in_progress", "completed"]  # the second for all three
+
+
 async def test_a_second_prompt_during_a_turn_is_refused(tmp_path: Path) -> None:
     async with asyncio.timeout(20), hosted(argv(), environment(tmp_path)) as agent:
         session = await agent.open(tmp_path, (tools(),))

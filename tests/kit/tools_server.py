@@ -16,6 +16,7 @@ TOOLS: list[dict[str, Any]] = [
     {"name": "ant_fails", "inputSchema": {"type": "object"}},
     {"name": "ant_refuses", "inputSchema": {"type": "object"}},
     {"name": "ant_never", "inputSchema": {"type": "object"}},
+    {"name": "ant_progresses", "inputSchema": {"type": "object"}},
     {"name": "ant_meet", "description": "Answers when `n` calls are here.", "inputSchema": {"type": "object"}},
     {"name": "ant_structured", "inputSchema": {"type": "object"}},
     {"name": "ant_environment", "inputSchema": {"type": "object"}},
@@ -68,12 +69,21 @@ class ToolsServer:
             page = self.tools[:1] if first else self.tools[1:]
             self.send({"id": request_id, "result": {"tools": page, **({"nextCursor": "rest"} if first else {})}})
         elif method == "tools/call":
-            self.call(request_id, params["name"], params.get("arguments") or {})
+            arguments = {**(params.get("arguments") or {})}
+            if params["name"] == "ant_progresses":
+                arguments["_meta"] = params["_meta"]
+            self.call(request_id, params["name"], arguments)
 
     def call(self, request_id: Any, name: str, arguments: dict[str, Any]) -> None:
         if self.way == "dies-on-call":
             sys.exit(4)
-        if name == "ant_fails":
+        if name == "ant_progresses":
+            token = arguments["_meta"]["progressToken"]
+            for number in range(3):
+                self.send({"method": "notifications/progress", "params": {"progressToken": token, "progress": number}})
+            self.send({"method": "notifications/progress", "params": {"progressToken": "of nobody", "progress": 1}})
+            self.text(request_id, "done")
+        elif name == "ant_fails":
             self.text(request_id, "the tool failed", is_error=True)
         elif name == "ant_refuses":
             self.send({"id": request_id, "error": {"code": -32602, "message": "these arguments are no good"}})

@@ -54,6 +54,7 @@ PREVIEW_CHARS = 16 * 1024
 MCP_START_S = 10.0
 MCP_STOP_S = 2.0
 TOOL_CALL_S = 600.0
+SIGN_OF_LIFE_S = 5.0
 COMMAND_S = 60.0
 COMMAND_OUTPUT_BYTES = 256 * 1024
 WAIT_TOOL_S = 5.0
@@ -327,6 +328,7 @@ class McpServer:
         self.name = str(declared.get("name"))
         self.tools: Dict[str, Json] = {}
         self.failure: Optional[str] = None
+        self._hearing: Dict[int, Callable[[], None]] = {}  # whom a progress token belongs to
         self._declared = declared
         self._cwd = cwd
         self._on_change = on_change
@@ -415,6 +417,11 @@ class McpServer:
     def _hear(self, method: str, params: Json) -> None:
         if method == "notifications/tools/list_changed" and self._connection:
             self._connection.own(self._relist())
+        elif method == "notifications/progress":
+            token = params.get("progressToken")
+            heard = self._hearing.get(token) if isinstance(token, int) else None
+            if heard is not None:
+                heard()
 
     async def _relist(self) -> None:
         try:
@@ -424,13 +431,15 @@ class McpServer:
             self.failure = "the MCP server {} did not list its tools again: {}".format(self.name, why)
             self._on_change()
 
-    async def call(self, tool: str, arguments: Json, limit_s: float) -> Any:
+    async def call(self, tool: str, arguments: Json, limit_s: float, on_progress: Callable[[], None]) -> Any:
         """The raw result of a tool call; whoever stops waiting tells the server so. Raises `RpcError` or `Gone`."""
         assert self._connection
         connection = self._connection
         self._progress_token += 1
+        token = self._progress_token
+        self._hearing[token] = on_progress
         ids: List[int] = []
-        params = {"name": tool, "arguments": arguments, "_meta": {"progressToken": self._progress_token}}
+        params = {"name": tool, "arguments": arguments, "_meta": {"progressToken": token}}
         try:
             return await asyncio.wait_for(connection.request("tools/call", params, ids.append), limit_s)
         except (asyncio.TimeoutError, asyncio.CancelledError) as stopped:
@@ -438,6 +447,8 @@ class McpServer:
             for request_id in ids:
                 connection.notify("notifications/cancelled", {"requestId": request_id, "reason": reason})
             raise
+        finally:
+            del self._hearing[token]
 
     async def close(self) -> None:
         """Close its stdin, give it a moment, kill it."""
@@ -792,9 +803,9 @@ class Turn:
         arguments = fill_all(step.get("args") or {}, last, self._tools())
         limit_s = float(step.get("s", TOOL_CALL_S))
 
-        async def call() -> Tuple[Result, Any]:
+        async def call(alive: Callable[[], None]) -> Tuple[Result, Any]:
             try:
-                raw = await server.call(own_name, arguments, limit_s)
+                raw = await server.call(own_name, arguments, limit_s, alive)
             except RpcError as error:
                 return Result(error.message, error.data, True), None
             except Gone:
@@ -813,14 +824,31 @@ class Turn:
         command = fill(step["sh"], last, self._tools())
         limit_s = float(step.get("s", COMMAND_S))
 
-        async def call() -> Tuple[Result, Any]:
+        async def call(_: Callable[[], None]) -> Tuple[Result, Any]:
             result = await run_command(command, self._session.cwd, limit_s)
             return result, {"output": result.text, **as_object(result.value)}
 
         return await self._watched("sh", "execute", {"command": command}, call)
 
+    def _sign_of_life(self, update: Json) -> Callable[[], None]:
+        """Pass a tool's progress on, now and then: a host may take a long silence for death."""
+        loop = asyncio.get_running_loop()
+        last = loop.time() - SIGN_OF_LIFE_S
+
+        def alive() -> None:
+            nonlocal last
+            if loop.time() - last >= SIGN_OF_LIFE_S:
+                last = loop.time()
+                self._session.update_nowait(update)
+
+        return alive
+
     async def _watched(
-        self, title: str, kind: str, arguments: Json, call: Callable[[], Awaitable[Tuple[Result, Any]]]
+        self,
+        title: str,
+        kind: str,
+        arguments: Json,
+        call: Callable[[Callable[[], None]], Awaitable[Tuple[Result, Any]]],
     ) -> Result:
         """Run a call between the updates that announce it and tell how it ended."""
         self._spoke = False
@@ -842,7 +870,7 @@ class Turn:
                 result, raw = Result("permission denied", None, True), None
             else:
                 await session.update({**update, "status": "in_progress"})
-                result, raw = await call()
+                result, raw = await call(self._sign_of_life({**update, "status": "in_progress"}))
         except asyncio.CancelledError:
             session.update_nowait({**update, "status": "failed", "content": shown("cancelled")})
             raise

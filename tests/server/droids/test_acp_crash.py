@@ -15,6 +15,8 @@ import pytest
 
 from oubliette.server.droids.acp import AcpDroid, Patience
 from oubliette.server.droids.driver import LaunchProfile
+from oubliette.server.errors import DroidFailed
+from oubliette.server.storage.sqlite import SqliteDatabase
 from tests.kit import acp_agent
 from tests.kit.droid_world import Server, World, serving, world
 from tests.kit.mortal_database import MortalDatabase
@@ -229,6 +231,29 @@ async def test_a_storage_that_suspends_at_every_call_changes_nothing(tmp_path: P
             async with serving(made, database=database) as server:
                 await live(server)
             await check(made, wanted, "suspends")
+
+
+async def test_a_turn_survives_power_cuts_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Units run in a thread then, and may touch nothing that the loop has."""
+    async with asyncio.timeout(30):
+        wanted = await baseline(tmp_path / "baseline")
+        async with world(tmp_path) as made:
+            async with serving(made, database=SqliteDatabase(made.file, durability="power")) as server:
+                await live(server)
+            await check(made, wanted, "power")
+
+
+async def test_a_server_whose_process_was_taken_over_lets_go_of_it(tmp_path: Path) -> None:
+    async with asyncio.timeout(30), world(tmp_path) as made, serving(made, epoch=1) as first:
+        droid = await first.start()
+        async with serving(made, epoch=2) as second:
+            taken = await second.resume()
+            assert taken is not None
+            assert (await second.turn(taken, PLAN)).stop_reason == "end_turn"
+            with pytest.raises(DroidFailed, match="taken over"):
+                await droid.prompt(2, PLAN)
+            assert first.session.losses == []
+            assert (await second.turn(taken, PLAN, 2)).stop_reason == "end_turn"
 
 
 async def until_written(made: World, method: str) -> None:

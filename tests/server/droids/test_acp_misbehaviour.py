@@ -213,6 +213,36 @@ async def test_a_silent_turn_is_cancelled_and_says_why(tmp_path: Path) -> None:
         assert (await turn(server, droid, {"act": "say", "text": "x"}, DONE, number=2)).stop_reason == "end_turn"
 
 
+async def test_a_droid_that_waits_for_its_caller_is_not_taken_for_a_silent_one(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        asked = 0
+
+        def waits(session_id: str) -> bool:
+            nonlocal asked
+            assert session_id == server.session.id
+            asked += 1
+            return asked < 3
+
+        server.droids.waits = waits
+        outcome = await turn(server, droid, {"act": "say", "text": "hm"})
+        assert asked == 3
+        assert outcome.error_kind == "turn_silent"
+        assert made.keeper.running
+
+
+async def test_a_droid_whose_keeper_is_away_is_stopped_without_waiting_for_it(tmp_path: Path) -> None:
+    async with started(tmp_path, patience=Patience()) as (made, server, droid):
+        await server.begin(1, "")
+        await droid.prompt(1, "[]")
+        made.keeper.disconnect()
+        async with asyncio.timeout(1):
+            await droid.stop()
+        assert (await server.session.over()).stop_reason == "cancelled"
+        made.keeper.connect(server.processes)
+        while made.keeper.running:  # what came back without a row is killed
+            await asyncio.sleep(0.01)
+
+
 async def test_a_silent_turn_that_cannot_be_cancelled_is_killed(tmp_path: Path) -> None:
     async with started(tmp_path, "ignores-cancel") as (made, server, droid):
         outcome = await turn(server, droid)

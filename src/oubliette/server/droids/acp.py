@@ -128,14 +128,16 @@ class AcpDroids:
         epoch: int,
         profile: Callable[[str], LaunchProfile],
         patience: Patience | None = None,
+        waits: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`profile` is asked with a session's autonomy."""
+        """`profile` is asked with a session's autonomy, `waits` whether a session's droid waits for an answer of ours."""
         self.processes = processes
         self.append = append
         self.after = after
         self.epoch = epoch
         self.profile = profile
         self.patience = patience or Patience()
+        self.waits = waits
 
     async def start(self, session: Session, box: DroidBox, *, api_key: str | None = None) -> "AcpDroid":
         """Start the agent in this box and open its conversation. Raises `BoxFailed` or `DroidFailed`."""
@@ -253,11 +255,6 @@ class AcpDroid:
         if not self._over.is_set():
             await self._command("stop")
             await self._over.wait()
-
-    def touch(self) -> None:
-        """A sign of life that came by another way than the agent's output."""
-        if "silence" in self._clocks:
-            self._set_clock("silence", self._patience.silence_s)
 
     async def open(self) -> None:
         """Open the conversation. Raises `DroidFailed`; then the process is gone."""
@@ -432,6 +429,8 @@ class AcpDroid:
                     self._stopping = True
                     self._process.close_input()
                     self._set_clock("term", self._patience.stop_s)
+                    if self._process.link is None:
+                        self._process.lose("the droid was stopped while its keeper was away")
 
     def _ask(self, draft: _Draft, purpose: str, method: str, params: object, *, secret: bool = False) -> None:
         requests, line = draft.conversation.requests.ask(purpose, method, params)
@@ -487,6 +486,8 @@ class AcpDroid:
     def _ring(self, draft: _Draft, name: str) -> None:
         """A deadline has passed."""
         match name:
+            case "silence" if self._droids.waits(self._session.id):
+                self._set_clock("silence", self._patience.silence_s)
             case "silence":
                 self._cancel(draft, "silence")
             case "cancel":
