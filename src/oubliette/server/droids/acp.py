@@ -130,7 +130,7 @@ class AcpDroids:
         patience: Patience | None = None,
         waits: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`profile` is asked with a session's autonomy, `waits` whether a session's droid waits for an answer of ours."""
+        """`profile` is asked with a session's autonomy, `waits` whether its droid waits for an answer of ours."""
         self.processes = processes
         self.append = append
         self.after = after
