@@ -117,7 +117,7 @@ async def test_a_killed_server_is_followed_by_one_that_finds_its_boxes(stage: St
     first = subprocess.Popen(
         [sys.executable, "-c", SERVER, json.dumps(told)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(("src", "."))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(("src", ".", *sys.path))},
     )
     with first:
         assert first.stdout is not None

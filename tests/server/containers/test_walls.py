@@ -125,6 +125,16 @@ async def test_what_a_droid_writes_in_its_workspace_outlives_the_box(stage: Stag
     assert list((tmp_path / "home" / "boxes").iterdir()) == []
 
 
+async def test_a_home_that_is_too_deep_to_walk_is_removed(stage: Stage, tmp_path: Path) -> None:
+    runtime = stage.runtime()
+    box, server = await opened(runtime, stage.spec())
+    dig = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    await server.start("d", runtime.places(box.box_id).python, "-I", "-S", "-c", dig, cwd="/home/box")
+    assert (await server.exited("d")).exit_code == 0
+    await runtime.stop(box)
+    assert list((tmp_path / "home" / "boxes").iterdir()) == []
+
+
 async def test_a_home_that_the_droid_locked_is_removed(stage: Stage, tmp_path: Path) -> None:
     runtime = stage.runtime()
     box, server = await opened(runtime, stage.spec())
