@@ -5,7 +5,6 @@ its era told. From there legacy and modern share one table of methods; they diff
 how errors are dressed, and in what a client's leaving means.
 """
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, MutableMapping
@@ -35,15 +34,16 @@ from oubliette.server.endpoints.mcp.contract import (
     Served,
     ToolResult,
 )
+from oubliette.server.endpoints.mcp.door import Door
 from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, send_empty, send_json, until_gone
-from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, bearer, is_json, mirror_problem
+from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, mirror_problem
 from oubliette.server.endpoints.mcp.methods import Methods, arguments_of, decoded
 from oubliette.server.endpoints.mcp.posted import SERVER_KEY, Params, Posted, Refused
 from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
 from oubliette.server.endpoints.mcp.stream import HEADERS, Send, Stream
 from oubliette.server.endpoints.mcp.streams import Patience, Streams
 from oubliette.server.endpoints.mcp.versions import MODERN, Era, negotiated
-from oubliette.server.errors import Forbidden, OublietteError, TooMany, Unauthenticated
+from oubliette.server.errors import OublietteError, TooMany
 from oubliette.server.limits import HTTP_BODY_BYTES, STREAMS_PER_PRINCIPAL
 from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 
-BODY_WAIT_S: Final = 30.0
 # Requests of one principal that run at the same time; long polls and watches are among them.
 REQUESTS_PER_PRINCIPAL: Final = 1024
 _STOPPING: Final = "the server is stopping: try again"
@@ -80,7 +79,6 @@ _CACHEABLE: Final = frozenset(
 )
 _ALLOW: Final = {Era.LEGACY: (b"allow", b"GET, POST, DELETE"), Era.MODERN: (b"allow", b"POST")}
 _RETRY_SOON: Final = (b"retry-after", b"1")
-_CHALLENGE: Final = (b"www-authenticate", b"Bearer")
 
 
 class McpEndpoint:
@@ -98,8 +96,7 @@ class McpEndpoint:
     ) -> None:
         self._served = served
         self._sessions = sessions
-        self._doors = doors or Doors()
-        self._body_bytes = body_bytes
+        self._door = Door(served, doors or Doors(), body_bytes)
         self._tasks = Tasks()
         self._streams = Streams(served, sessions, per_principal=streams_per_principal, patience=patience)
         self._running: set[Exchange] = set()
@@ -131,7 +128,7 @@ class McpEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope["headers"])
-        if headers.origin is not None and self._doors.admits_origin(headers.origin):
+        if headers.origin is not None and self._door.admits_origin(headers.origin):
             send = shared_with(headers.origin, send)
         try:
             await self._serve(headers, scope, receive, send)
@@ -142,17 +139,18 @@ class McpEndpoint:
             await send_json(send, 503, frames.failure(None, SERVER_ERROR, error.message), (_RETRY_SOON,))
 
     async def _serve(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        self._check_door(headers)
+        self._check_running()
+        self._door.check(headers)
         method: str = scope["method"]
         if method == "POST":
-            actor = await self._authenticated(headers)
+            actor = await self._door.actor(headers)
             await self._post(actor, headers, scope, receive, send)
         elif headers.version is not None and headers.version.strip() == MODERN.encode():
             raise Refused(405, INVALID_REQUEST, f"{MODERN} knows only POST here", headers=(_ALLOW[Era.MODERN],))
         elif method == "GET":
-            await self._get(await self._authenticated(headers), headers, scope, receive, send)
+            await self._get(await self._door.actor(headers), headers, scope, receive, send)
         elif method == "DELETE":
-            session = await self._session(await self._authenticated(headers), headers)
+            session = await self._session(await self._door.actor(headers), headers)
             await self._sessions.end(session)
             await self._streams.session_ended(session.id)
             await send_empty(send, 200)
@@ -161,63 +159,9 @@ class McpEndpoint:
         else:
             raise Refused(405, INVALID_REQUEST, f"no {method} here", headers=(_ALLOW[Era.LEGACY],))
 
-    # The door.
-
-    def _check_door(self, headers: Headers) -> None:
+    def _check_running(self) -> None:
         if self._stopping:
             raise Refused(503, SERVER_ERROR, _STOPPING, headers=(_RETRY_SOON,))
-        if headers.repeated is not None:
-            raise Refused(400, INVALID_REQUEST, f"{headers.repeated} appears more than once")
-        if not self._doors.admits_host(headers.host):
-            raise Refused(421, INVALID_REQUEST, "this Host is not served here: see the setting `allowed_hosts`")
-        if not self._doors.admits_origin(headers.origin):
-            raise Refused(403, INVALID_REQUEST, "this Origin may not call: see the setting `allowed_origins`")
-
-    async def _authenticated(self, headers: Headers) -> Actor:
-        try:
-            return await self._served.authenticate(bearer(headers.authorization))
-        except Unauthenticated as error:
-            # No `resource_metadata`: it would send clients to an authorization server, and there is none.
-            raise Refused(401, SERVER_ERROR, error.message, headers=(_CHALLENGE,)) from None
-        except Forbidden as error:
-            challenge = (_CHALLENGE[0], b'Bearer error="insufficient_scope"')
-            raise Refused(403, SERVER_ERROR, error.message, headers=(challenge,)) from None
-
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body. Raises `Refused` where it is too large, too slow, or cut off."""
-        if not is_json(headers.content_type):
-            raise Refused(415, INVALID_REQUEST, "the content type is not application/json in UTF-8")
-        if headers.content_encoding not in (None, b"identity"):
-            raise Refused(415, INVALID_REQUEST, "encoded bodies are not read")
-        declared = headers.content_length
-        if declared is not None and (not declared.isdigit() or int(declared) > self._body_bytes):
-            raise self._too_large()
-        message = await receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            body = cast("bytes", message.get("body", b""))
-            if len(body) > self._body_bytes:
-                raise self._too_large()
-            return body
-        try:
-            async with asyncio.timeout(BODY_WAIT_S):
-                return await self._rest(message, receive)
-        except TimeoutError:
-            raise Refused(408, INVALID_REQUEST, f"the body took longer than {BODY_WAIT_S:.0f} s") from None
-
-    async def _rest(self, message: MutableMapping[str, Any], receive: Receive) -> bytes:
-        body = bytearray()
-        while True:
-            if message["type"] != "http.request":
-                raise Refused(400, PARSE_ERROR, "the body was cut off")
-            body += message.get("body", b"")
-            if len(body) > self._body_bytes:
-                raise self._too_large()
-            if not message.get("more_body"):
-                return bytes(body)
-            message = await receive()
-
-    def _too_large(self) -> Refused:
-        return Refused(413, INVALID_REQUEST, f"the body is over {self._body_bytes} bytes")
 
     async def _session(self, actor: Actor, headers: Headers) -> McpSession:
         if headers.session is None:
@@ -233,7 +177,7 @@ class McpEndpoint:
         json, events = accepts(headers.accept)
         if not (json and events):
             raise Refused(406, INVALID_REQUEST, "accept must allow application/json and text/event-stream")
-        message = posted.read(await self._body(headers, receive))
+        message = posted.read(await self._door.body(headers, receive))
         if posted.era(message, headers) is Era.MODERN:
             if not message.is_request:
                 await send_empty(send, 202)  # this era has none that a server could act on
