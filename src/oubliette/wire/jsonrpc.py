@@ -38,6 +38,9 @@ class Frame(msgspec.Struct):
     error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+# What decoding raises for bytes that are not the JSON that was expected: no JSON, no text, or nested too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 decode_frame = msgspec.json.Decoder(Frame).decode
 _encode = msgspec.json.Encoder().encode
 

@@ -94,7 +94,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 async def _reply(line: bytes, ask: Ask) -> bytes:
     try:
         frame = jsonrpc.decode_frame(line)
-    except msgspec.DecodeError:
+    except jsonrpc.UNREADABLE:
         return jsonrpc.error(None, failures.problem(jsonrpc.PARSE_ERROR, "invalid_request", "no JSON object"))
     if not isinstance(frame.method, str) or not isinstance(frame.id, int | str):
         problem = failures.problem(jsonrpc.INVALID_REQUEST, "invalid_request", "a request has an id and a method")

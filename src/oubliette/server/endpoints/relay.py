@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol):
     def _line(self, line: bytes) -> None:
         try:
             frame = jsonrpc.decode_frame(line)
-        except msgspec.DecodeError:
+        except jsonrpc.UNREADABLE:
             wrong = is_json(line)
             code = jsonrpc.INVALID_REQUEST if wrong else jsonrpc.PARSE_ERROR
             said = "not a JSON-RPC object" if wrong else "not JSON"
@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
             if frame.method != "attach":
                 raise InvalidParams("the first frame must be attach")
             asked = decoded(frame, relay.Attach)
-        except msgspec.ValidationError as error:
+        except jsonrpc.UNREADABLE as error:
             self._bye(failures.as_rpc(InvalidParams(f"attach: {error}")), request_id)
         except InvalidParams as refusal:
             self._bye(failures.as_rpc(refusal), request_id)
@@ -223,7 +223,7 @@ class Connection(asyncio.Protocol):
     async def _serve(self, request_id: jsonrpc.Id, method: str, frame: jsonrpc.Frame) -> None:
         try:
             line = jsonrpc.result(request_id, await self._relay.serve(self, method, frame))
-        except msgspec.ValidationError as error:
+        except jsonrpc.UNREADABLE as error:
             line = jsonrpc.error(request_id, failures.as_rpc(InvalidParams(f"{method}: {error}")))
         except Exception as failure:
             line = jsonrpc.error(request_id, failures.as_rpc(failure))
@@ -261,7 +261,7 @@ def is_json(line: bytes) -> bool:
     """Whether a line that is no frame is JSON at all."""
     try:
         msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except jsonrpc.UNREADABLE:
         return False
     return True
 
@@ -380,7 +380,7 @@ class Relay:
                 self._boxed.listed(connection.session_id)
             else:
                 logger.info("an unknown notification was dropped", extra={"method": method[:40]})
-        except (msgspec.ValidationError, OublietteError) as error:
+        except (*jsonrpc.UNREADABLE, OublietteError) as error:
             logger.warning("a notification was dropped", extra={"method": method[:40], "reason": str(error)})
 
 

@@ -103,5 +103,5 @@ def _params(operation: Operation[Any], arguments: bytes | dict[str, Any]) -> Any
         return msgspec.json.decode(arguments, type=operation.params)
     except msgspec.ValidationError as error:
         raise InvalidParams(f"invalid parameters: {error}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidParams(f"invalid parameters: not JSON ({error})") from None
