@@ -68,13 +68,12 @@ async def test_the_designs_declaration_becomes_the_designs_notification(here: Sc
         for _ in range(2):  # it is stored with the session: whoever attaches gets it
             async with here.door(session_id) as box:
                 assert (await box.attach())["result"]["caller_tools"] is True
-                frame = await box.frame()
-        assert frame == {
-            "jsonrpc": "2.0",
-            "type": "caller_tools_config",
-            "method": "caller_tools_config",
-            "params": CONFIG,
-        }
+                assert await box.frame() == {
+                    "jsonrpc": "2.0",
+                    "type": "caller_tools_config",
+                    "method": "caller_tools_config",
+                    "params": CONFIG,
+                }
         shown = await caller.call("session_get", session_id=session_id)
         assert (shown["caller_id"], shown["caller_tools"]) == ("ant", told["caller_tools"])
 

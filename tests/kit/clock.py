@@ -57,6 +57,16 @@ class MovableClock:
         self._now += to - self._monotonic
         self._monotonic = to
 
+    def next_in(self) -> float | None:
+        """Seconds until the next alarm rings, if one is set."""
+        while self._alarms and self._alarms[0][2].cancelled:
+            heapq.heappop(self._alarms)
+        return max(0.0, self._alarms[0][0] - self._monotonic) if self._alarms else None
+
+    def forget(self) -> None:
+        """Drop every alarm, as the end of a process does."""
+        self._alarms.clear()
+
     @property
     def waiting(self) -> int:
         """How many alarms are set and not cancelled."""
