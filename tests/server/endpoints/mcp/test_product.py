@@ -286,6 +286,24 @@ async def test_a_stateless_caller_subscribes_and_reads(wire: Wire, project: str)
         assert await finished(wire, sent["session_id"]) == "Told: read"
 
 
+async def test_a_listener_is_told_at_once_of_what_waits_already(wire: Wire, project: str) -> None:
+    session = await wire.session()
+    sent = await tool(wire, session, "session_message", project_id=project, message=ASKING, context=LENT)
+    async with asyncio.timeout(SLOW_S):
+        while not (await tool(wire, session, "caller_tool_pending", session_id=sent["session_id"]))["requests"]:
+            await asyncio.sleep(0.02)
+    uri = f"oubliette://sessions/{sent['session_id']}/caller-requests"
+    message, lines = modern(request("subscriptions/listen", {"notifications": {"resourceSubscriptions": [uri]}}))
+    async with connected(wire.address) as connection:
+        await wire.post(connection, message, *lines)
+        await connection.head()
+        told = [(await connection.message())["method"] for _ in range(2)]
+    assert told == ["notifications/subscriptions/acknowledged", "notifications/resources/updated"]
+    (asked,) = (await tool(wire, session, "caller_tool_pending", session_id=sent["session_id"]))["requests"]
+    await answered(wire, session, asked, 1)
+    await finished(wire, sent["session_id"])
+
+
 async def test_a_legacy_subscription_is_a_carrier_too(wire: Wire, project: str, server: ServerProcess) -> None:
     session, other = await wire.session(), await wire.session()
     sent = await tool(wire, session, "session_message", project_id=project, message="Wait.", context=LENT)

@@ -138,6 +138,7 @@ async def test_a_database_that_fails_is_an_error_to_try_again(
     reply = await rig.ask(request("ping"), legacy(session))
     assert (reply.status, reply.headers["retry-after"]) == (503, "1")
     assert reply.json["error"]["message"] == "the disk is full"
+    monkeypatch.undo()
     monkeypatch.setattr(rig.fixtures, "authenticate", failing)
     assert (await rig.ask(request("ping"), legacy(session))).status == 503
     assert "Traceback" not in caplog.text

@@ -18,7 +18,7 @@ _CLOSE: Final = (b"connection", b"close")
 
 class Door:
     def __init__(self, served: Served, doors: Doors, body_bytes: int) -> None:
-        self._authenticate = served.authenticate
+        self._served = served
         self._doors = doors
         self._body_bytes = body_bytes
         self.admits_origin = doors.admits_origin
@@ -35,7 +35,7 @@ class Door:
     async def actor(self, headers: Headers) -> Actor:
         """Whose key this is. Raises `Refused` with 401, or 403 where the key is for other doors."""
         try:
-            return await self._authenticate(bearer(headers.authorization))
+            return await self._served.authenticate(bearer(headers.authorization))
         except Unauthenticated as error:
             # No `resource_metadata`: it would send clients to an authorization server, and there is none.
             raise Refused(401, SERVER_ERROR, error.message, headers=(_CHALLENGE,)) from None
@@ -62,9 +62,8 @@ class Door:
             async with asyncio.timeout(BODY_WAIT_S):
                 return await self._rest(message, receive)
         except TimeoutError:
-            raise Refused(
-                408, INVALID_REQUEST, f"the body took longer than {BODY_WAIT_S:.0f} s", headers=(_CLOSE,)
-            ) from None
+            told = f"the body took longer than {BODY_WAIT_S:.0f} s"
+            raise Refused(408, INVALID_REQUEST, told, headers=(_CLOSE,)) from None
 
     async def _rest(self, message: MutableMapping[str, Any], receive: Receive) -> bytes:
         body = bytearray()
