@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -321,8 +320,8 @@ async def test_the_key_changes_with_every_server_and_only_the_new_one_opens(
         session_id = await here.rest(caller, context=lent())
         folder = here.folder(session_id)
         old = (folder / "mcp" / "key").read_text()
-        assert os.stat(folder / "mcp" / "key").st_mode & 0o077 == 0
-        assert os.stat(folder / "mcp").st_mode & 0o077 == 0
+        assert (folder / "mcp" / "key").stat().st_mode & 0o077 == 0
+        assert (folder / "mcp").stat().st_mode & 0o077 == 0
         await server.stop()
         await server.restart()
         async with here.door(session_id) as box:
