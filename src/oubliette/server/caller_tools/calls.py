@@ -2,15 +2,33 @@
 
 from dataclasses import dataclass
 
-from oubliette.server.caller_tools.ledger import Call, State, Stimulus
+from oubliette.server.caller_tools.ledger import ANSWERS, Call, State, Stimulus
 from oubliette.server.errors import CallKeyReused
 from oubliette.server.storage.database import Row, Tx
 
 KIND = "caller_tool"
 _COLUMNS = (
-    "request_id, session_id, call_key, tool, owner, created_at, deadline_at, deadline_max_at, timeout_s, instance,"
-    " state, redelivery, ended_at, outcome"
+    "calls.request_id, calls.session_id, calls.call_key, calls.tool, calls.owner, calls.created_at, calls.deadline_at,"
+    " calls.deadline_max_at, calls.timeout_s, calls.instance, calls.state, calls.redelivery, calls.ended_at,"
+    " calls.outcome"
 )
+_INSERT = (
+    "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, arguments, owner, instance, state,"
+    " created_at, deadline_at, deadline_max_at, timeout_s, request_index)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT next_index FROM sessions WHERE id = ?))"
+    " ON CONFLICT (session_id, call_key) DO NOTHING RETURNING request_index"
+)
+_BY_KEY = (
+    f"SELECT {_COLUMNS}, request_index, digest, kind FROM calls"  # noqa: S608 - names of columns, all ours
+    " WHERE session_id = ? AND call_key = ?"
+)
+_BY_ID = f"SELECT {_COLUMNS} FROM calls WHERE request_id = ? AND session_id = ? AND kind = ?"  # noqa: S608
+_PENDING = (
+    f"SELECT {_COLUMNS}, request_index, digest, arguments FROM calls"  # noqa: S608
+    " JOIN sessions ON sessions.id = calls.session_id WHERE calls.state = 'pending' AND calls.kind = ?"
+)
+_OLDEST_FIRST = " ORDER BY calls.created_at, calls.request_index"
+_END = "UPDATE calls SET state = ?, ended_at = ?, outcome = ? WHERE request_id = ? AND state = 'pending'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +38,16 @@ class Recorded:
     call: Call
     index: int  # of its request in the session's log
     is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A call as a server takes it up again."""
+
+    call: Call
+    index: int
+    digest: bytes
+    arguments: bytes
 
 
 def _call(row: Row) -> Call:
@@ -47,10 +75,7 @@ async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Reco
     The next event that the same transaction appends to the session's log must be the call's request.
     """
     inserted = await tx.one(
-        "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, arguments, owner, instance, state,"
-        " created_at, deadline_at, deadline_max_at, timeout_s, request_index)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT next_index FROM sessions WHERE id = ?))"
-        " ON CONFLICT (session_id, call_key) DO NOTHING RETURNING request_index",
+        _INSERT,
         call.request_id,
         call.session_id,
         call.call_key,
@@ -69,11 +94,7 @@ async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Reco
     )
     if inserted is not None:
         return Recorded(call=call, index=inserted[0], is_new=True)
-    row = await tx.one(
-        f"SELECT {_COLUMNS}, request_index, digest, kind FROM calls WHERE session_id = ? AND call_key = ?",  # noqa: S608
-        call.session_id,
-        call.call_key,
-    )
+    row = await tx.one(_BY_KEY, call.session_id, call.call_key)
     assert row is not None
     if row[-2] != digest or row[-1] != KIND:
         raise CallKeyReused("this call key was used for another call: every call needs a fresh one")
@@ -81,56 +102,55 @@ async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Reco
 
 
 async def end(tx: Tx, call: Call, stimulus: Stimulus, now: float) -> bool:
-    """Write a call's end; False where somebody else ended it first, or an answer came after the deadline."""
-    if stimulus in (Stimulus.ANSWER, Stimulus.FAIL):
-        condition, extra = " AND deadline_at > ?", (now,)
+    """Write a call's end; False where somebody else ended it first, or the deadline says otherwise.
+
+    An answer has to come before the deadline; an expiry is only that of the deadline it waited for.
+    """
+    ending = (call.state.value, call.ended_at, call.outcome, call.request_id)
+    if stimulus in ANSWERS:
+        changed = await tx.run(_END + " AND deadline_at > ?", *ending, now)
+    elif stimulus is Stimulus.EXPIRE:
+        changed = await tx.run(_END + " AND deadline_at <= ?", *ending, call.deadline_at)
     else:
-        condition, extra = "", ()
-    changed = await tx.run(
-        "UPDATE calls SET state = ?, ended_at = ?, outcome = ?"  # noqa: S608
-        f" WHERE request_id = ? AND state = 'pending'{condition}",
-        call.state.value,
-        call.ended_at,
-        call.outcome,
-        call.request_id,
-        *extra,
-    )
+        changed = await tx.run(_END, *ending)
     return changed == 1
 
 
-async def extend(tx: Tx, request_id: str, deadline_at: float) -> bool:
-    changed = await tx.run(
+async def extend(tx: Tx, request_id: str, deadline_at: float) -> float | None:
+    """Move a pending call's deadline on, never back and not beyond its maximum: where it is then."""
+    row = await tx.one(
         "UPDATE calls SET deadline_at = min(deadline_max_at, max(deadline_at, ?))"
-        " WHERE request_id = ? AND state = 'pending'",
+        " WHERE request_id = ? AND state = 'pending' RETURNING deadline_at",
         deadline_at,
         request_id,
     )
-    return changed == 1
+    return row[0] if row is not None else None
 
 
 async def find(tx: Tx, session_id: str, request_id: str) -> Call | None:
-    row = await tx.one(
-        f"SELECT {_COLUMNS} FROM calls WHERE request_id = ? AND session_id = ? AND kind = ?",  # noqa: S608
-        request_id,
-        session_id,
-        KIND,
-    )
+    row = await tx.one(_BY_ID, request_id, session_id, KIND)
     return _call(row) if row is not None else None
 
 
-async def arguments(tx: Tx, request_id: str) -> bytes:
-    row = await tx.one("SELECT arguments FROM calls WHERE request_id = ?", request_id)
-    return row[0] if row is not None else b"{}"
+async def of_key(tx: Tx, session_id: str, call_key: str) -> tuple[Call, bytes] | None:
+    """The caller-tool call of this key, with its digest."""
+    row = await tx.one(_BY_KEY, session_id, call_key)
+    return (_call(row), row[-2]) if row is not None and row[-1] == KIND else None
 
 
-async def pending(tx: Tx) -> list[tuple[Call, int, bytes]]:
-    """Every pending call of this database, oldest first, with the index of its request and its arguments."""
-    rows = await tx.all(
-        f"SELECT {_COLUMNS}, request_index, arguments FROM calls"  # noqa: S608
-        " WHERE state = 'pending' AND kind = ? ORDER BY created_at",
-        KIND,
-    )
-    return [(_call(row), row[-2], row[-1]) for row in rows]
+async def pending(tx: Tx) -> list[Stored]:
+    """Every pending call of a session that lives, oldest first."""
+    return [_stored(row) for row in await tx.all(_PENDING + " AND sessions.ended_at IS NULL" + _OLDEST_FIRST, KIND)]
+
+
+async def orphans(tx: Tx) -> list[Stored]:
+    """Pending calls of sessions that have ended: nobody will end them any more."""
+    rows = await tx.all(_PENDING + " AND sessions.ended_at IS NOT NULL" + _OLDEST_FIRST, KIND)
+    return [_stored(row) for row in rows]
+
+
+def _stored(row: Row) -> Stored:
+    return Stored(call=_call(row), index=row[-3], digest=row[-2], arguments=row[-1])
 
 
 async def count_delivery(tx: Tx, request_id: str, redelivery: int) -> None:
@@ -138,10 +158,10 @@ async def count_delivery(tx: Tx, request_id: str, redelivery: int) -> None:
 
 
 async def forget(tx: Tx, ended_before: float, rows: int) -> int:
-    """Delete outcomes of sessions that ended long ago; later answers to them are `unknown`."""
+    """Delete calls of sessions that ended long ago; later answers to them are `unknown`."""
     return await tx.run(
-        "DELETE FROM calls WHERE request_id IN (SELECT request_id FROM calls JOIN sessions ON sessions.id = session_id"
-        " WHERE sessions.ended_at < ? AND calls.ended_at IS NOT NULL LIMIT ?)",
+        "DELETE FROM calls WHERE request_id IN (SELECT calls.request_id FROM calls"
+        " JOIN sessions ON sessions.id = calls.session_id WHERE sessions.ended_at < ? LIMIT ?)",
         ended_before,
         rows,
     )

@@ -1,29 +1,32 @@
 """Ways to a caller, and which of them a request is on.
 
 A carrier of a session is a stream, a poll or a watch that names it, or the stream of the MCP session that last
-declared, messaged, watched or paged it. A request is on one carrier at a time, the newest; only when that one goes
-is it announced on another, with `redelivery` counted up.
+declared, messaged, watched or paged it. (One that has no stream yet leaves the session where it was: a caller that
+merely looks in by another program does not deafen itself.) A request is on one carrier at a time, the newest; only
+when that one goes is it announced on another, with `redelivery` counted up.
 
 Presence follows from the same book: a session whose owner has no live carrier, for longer than the grace and
 beyond what was promised, is *absent*, and its pending calls end as disconnected. What promises: an answer to
 `session_message` (the caller is about to listen), a poll or a page (the next one comes), a restart of the server
 (everybody is coming back).
+
+A *reach* is how a tree of sessions reaches its owner; its id is that of the tree's root session.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from oubliette.server.clock import Clock
+from oubliette.server.clock import AlarmClock, Timer
 
 logger = logging.getLogger(__name__)
 
 # An announcement is the flat JSON object of a `caller_tool_request` event (or of `caller_tool_cancelled`,
 # `caller_tool_progress`): see oubliette.wire.events.
 Announcement = dict[str, Any]
+POLL = "poll"
 
 
 class Carrier(Protocol):
@@ -35,7 +38,10 @@ class Carrier(Protocol):
         ...
 
     def announce(self, session_id: str, announcement: Announcement) -> None:
-        """Queue an announcement ahead of the carrier's other frames. What cannot be queued ends the carrier."""
+        """Queue an announcement ahead of the carrier's other frames. What cannot be queued ends the carrier.
+
+        Ending, it may detach itself before this returns; one that raises is taken to be gone.
+        """
         ...
 
 
@@ -52,46 +58,56 @@ class Stream(Carrier, Protocol):
 
 
 class Requests(Protocol):
-    """The pending requests that carriers carry. Implemented by the exchange.
+    """What carriers carry. Implemented by the exchange."""
 
-    `reach` is the id of a tree's root session: an owner is reached, or not, for a session and all its children.
-    """
-
-    def announcement(self, reach: str, request_id: str, redelivery: int) -> Announcement | None:
+    def announcement(self, reach_id: str, request_id: str, redelivery: int) -> Announcement | None:
         """What to announce, or None if the request is no longer pending."""
         ...
 
-    def pending(self, reach: str) -> Iterable[str]:
-        """Ids of the pending requests, oldest first."""
-        ...
-
-    def absent(self, reach: str) -> None:
+    def absent(self, reach_id: str) -> None:
         """The owner is not reachable any more."""
         ...
 
 
 @dataclass(slots=True)
 class _Reach:
-    """How a session's caller can be reached; times are monotonic."""
+    """How a tree's owner can be reached; times are monotonic."""
 
-    named: list[Carrier] = field(default_factory=list[Carrier])  # oldest first
-    stream_id: str | None = None
-    stream_since: float = 0.0
-    since: dict[int, float] = field(default_factory=dict[int, float])
+    carriers: list[Carrier] = field(default_factory=list[Carrier])  # oldest first
+    stream_id: str | None = None  # the MCP session that last touched the tree
+    stream: Stream | None = None  # the standing stream among the carriers: that one's, once it has one
+    polls_only: bool = False
     on: dict[str, Carrier | None] = field(default_factory=dict[str, Carrier | None])
     deliveries: dict[str, int] = field(default_factory=dict[str, int])
     gone_at: float | None = None
     promised_until: float = 0.0
-    timer: asyncio.TimerHandle | None = None
+    timer: Timer | None = None
+
+    def newest(self) -> Carrier | None:
+        if self.polls_only:
+            return next((one for one in reversed(self.carriers) if one.kind == POLL), None)
+        return self.carriers[-1] if self.carriers else None
+
+    def waits(self) -> bool:
+        """Whether some request is on no carrier."""
+        return None in self.on.values()
+
+
+@dataclass(slots=True)
+class _Line:
+    """One MCP session: the reaches that are bound to it, and those that its open stream has to do with."""
+
+    bound: set[str] = field(default_factory=set[str])
+    stream: Stream | None = None
+    carries: set[str] = field(default_factory=set[str])
 
 
 class Carriers:
-    def __init__(self, clock: Clock, *, grace_s: float) -> None:
+    def __init__(self, clock: AlarmClock, *, grace_s: float) -> None:
         self._clock = clock
         self._grace_s = grace_s
         self._reaches: dict[str, _Reach] = {}
-        self._streams: dict[str, Stream] = {}
-        self._bound: dict[str, set[str]] = {}
+        self._lines: dict[str, _Line] = {}
         self._requests: Requests | None = None
         self._all_promised_until = 0.0
 
@@ -100,195 +116,249 @@ class Carriers:
 
     # -- who can be reached -------------------------------------------------------------------------------------
 
-    def attach(self, session_id: str, carrier: Carrier) -> None:
-        """Add a carrier that names this session; it is now the newest."""
-        reach = self._reach(session_id)
-        if carrier in reach.named:
-            return
-        reach.named.append(carrier)
-        reach.since[id(carrier)] = self._clock.monotonic()
-        self._arrived(session_id, reach)
+    def attach(self, reach_id: str, carrier: Carrier) -> None:
+        """Add a carrier that names this tree, or name it again; it is now the newest."""
+        reach = self._reach(reach_id)
+        if carrier in reach.carriers:
+            reach.carriers.remove(carrier)
+        reach.carriers.append(carrier)
+        self._arrived(reach_id, reach)
 
-    def detach(self, session_id: str, carrier: Carrier) -> None:
+    def detach(self, reach_id: str, carrier: Carrier) -> None:
         """Take a carrier away; twice is no error."""
-        reach = self._reaches.get(session_id)
-        if reach is None or carrier not in reach.named:
-            return
-        reach.named.remove(carrier)
-        reach.since.pop(id(carrier), None)
-        self._left(session_id, reach, carrier)
+        reach = self._reaches.get(reach_id)
+        if reach is not None and carrier in reach.carriers:
+            self._lose(reach_id, reach, carrier)
 
     def attach_stream(self, stream_id: str, stream: Stream) -> None:
         """An MCP session opened its standing stream: it carries what is bound to that MCP session."""
-        older = self._streams.get(stream_id)
-        if older is not None and older is not stream:
-            self.detach_stream(stream_id, older)
-        self._streams[stream_id] = stream
-        for session_id in tuple(self._bound.get(stream_id, ())):
-            reach = self._reach(session_id)
-            reach.stream_since = self._clock.monotonic()
-            stream.bound(session_id)
-            self._arrived(session_id, reach)
+        line = self._lines.setdefault(stream_id, _Line())
+        older, line.stream = line.stream, stream
+        if older is stream:
+            return
+        carried, line.carries = line.carries, set()
+        for reach_id in tuple(line.bound):
+            self._carry(reach_id, self._reach(reach_id), line, stream)
+        if older is not None:
+            self._drop(carried, older)
 
     def detach_stream(self, stream_id: str, stream: Stream) -> None:
-        if self._streams.get(stream_id) is not stream:
+        line = self._lines.get(stream_id)
+        if line is None or line.stream is not stream:
             return
-        del self._streams[stream_id]
-        for session_id in tuple(self._bound.get(stream_id, ())):
-            self._left(session_id, self._reach(session_id), stream)
+        line.stream = None
+        carried, line.carries = line.carries, set()
+        self._tidy(stream_id, line)
+        self._drop(carried, stream)
 
-    def bind(self, session_id: str, stream_id: str) -> bool:
-        """The owner touched the session by this MCP session: its streams carry it now. Whether that is news."""
-        reach = self._reach(session_id)
+    def bind(self, reach_id: str, stream_id: str) -> bool:
+        """The owner touched the tree by this MCP session: its streams carry it now. Whether that is news."""
+        reach = self._reach(reach_id)
         if reach.stream_id == stream_id:
             return False
-        before = self._stream_of(reach)
-        if reach.stream_id is not None:
-            self._bound[reach.stream_id].discard(session_id)
+        self._unbind(reach_id, reach)
         reach.stream_id = stream_id
-        reach.stream_since = self._clock.monotonic()
-        self._bound.setdefault(stream_id, set()).add(session_id)
-        if before is not None:
-            before.unbound(session_id)
-            self._left(session_id, reach, before)
-        stream = self._streams.get(stream_id)
-        if stream is not None:
-            stream.bound(session_id)
-            self._arrived(session_id, reach)
+        line = self._lines.setdefault(stream_id, _Line())
+        line.bound.add(reach_id)
+        if line.stream is not None:
+            self._carry(reach_id, reach, line, line.stream)
         return True
 
-    def promise(self, session_id: str, seconds: float) -> None:
+    def poll_only(self, reach_id: str, polls_only: bool) -> None:
+        """Whether this owner fetches its requests: nothing is pushed to it, and it is never taken to be gone."""
+        reach = self._reach(reach_id)
+        if reach.polls_only != polls_only:
+            reach.polls_only = polls_only
+            self._announce_waiting(reach_id, reach)
+            self._watch_absence(reach_id, reach)
+
+    def promise(self, reach_id: str, seconds: float) -> None:
         """The owner will be back within so many seconds; until then nobody counts as gone."""
-        reach = self._reach(session_id)
+        reach = self._reach(reach_id)
         reach.promised_until = max(reach.promised_until, self._clock.monotonic() + seconds)
 
     def promise_all(self, seconds: float) -> None:
         """After a start of the server nobody counts as gone for a while."""
         self._all_promised_until = self._clock.monotonic() + seconds
 
-    def forget(self, session_id: str) -> None:
-        """The session ended: its carriers carry nothing of it any more."""
-        reach = self._reaches.pop(session_id, None)
+    def forget(self, reach_id: str) -> None:
+        """The tree has ended: its carriers carry nothing of it any more."""
+        reach = self._reaches.pop(reach_id, None)
         if reach is None:
             return
         if reach.timer is not None:
             reach.timer.cancel()
-        if reach.stream_id is not None:
-            self._bound[reach.stream_id].discard(session_id)
+        self._unbind(reach_id, reach)
+        for stream_id, line in tuple(self._lines.items()):
+            line.carries.discard(reach_id)
+            self._tidy(stream_id, line)
 
-    def has_carrier(self, session_id: str) -> bool:
-        reach = self._reaches.get(session_id)
-        return reach is not None and self._newest(reach) is not None
+    def is_absent(self, reach_id: str) -> bool:
+        """Whether the owner has no carrier, for longer than the grace and beyond every promise."""
+        reach = self._reaches.get(reach_id)
+        return reach is not None and reach.newest() is None and self._gone_in(reach) <= 0
 
-    def is_on(self, session_id: str, request_id: str, carrier: Carrier) -> bool:
-        """Whether this request is on this carrier, or on none and may be taken by it."""
-        reach = self._reaches.get(session_id)
-        return reach is not None and reach.on.get(request_id) in (None, carrier)
+    def is_on(self, reach_id: str, request_id: str) -> Carrier | None:
+        """The carrier that has this request."""
+        reach = self._reaches.get(reach_id)
+        return reach.on.get(request_id) if reach is not None else None
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def announce(self, session_id: str, request_id: str, announcement: Announcement, *, redelivery: int = 0) -> None:
+    def put(self, reach_id: str, request_id: str, *, redelivery: int = 0) -> None:
         """Put a committed request on the newest carrier; without one it waits for the next to come."""
-        reach = self._reach(session_id)
-        carrier = self._newest(reach)
-        reach.on[request_id] = carrier
-        reach.deliveries[request_id] = redelivery + (1 if carrier is not None else 0)
+        reach = self._reach(reach_id)
+        reach.on[request_id] = None
+        reach.deliveries[request_id] = redelivery
+        carrier = reach.newest()
         if carrier is not None:
-            carrier.announce(session_id, announcement)
+            self._give(reach_id, reach, request_id, carrier)
         else:
-            self._watch_absence(session_id, reach)
+            self._watch_absence(reach_id, reach)
 
-    def tell(self, session_id: str, request_id: str, announcement: Announcement) -> None:
-        """Say something about a request to the carrier that it is on: progress was extended, nobody waits."""
-        reach = self._reaches.get(session_id)
+    def take(
+        self, reach_id: str, request_id: str, carrier: Carrier, *, stream_id: str | None, again: bool
+    ) -> Announcement | None:
+        """Hand a request out by hand, to a carrier that fetches; None where another carrier has it.
+
+        The stream of the MCP session that fetches is no other: who asks for a request has not heard of it there.
+        """
+        reach = self._reaches.get(reach_id)
+        if reach is None or self._requests is None:
+            return None
+        on = reach.on.get(request_id)
+        line = self._lines.get(stream_id) if stream_id is not None else None
+        if on is not None and on is not carrier and (line is None or on is not line.stream):
+            return None
+        count = reach.deliveries.get(request_id, 0)
+        if on is carrier and not again:
+            count -= 1  # counted when it was put there
+        reach.on[request_id] = carrier
+        reach.deliveries[request_id] = count + 1
+        return self._requests.announcement(reach_id, request_id, count)
+
+    def tell(self, reach_id: str, request_id: str, announcement: Announcement) -> None:
+        """Say something about a request to the carrier that it is on: nobody waits for it any more."""
+        reach = self._reaches.get(reach_id)
         carrier = reach.on.get(request_id) if reach is not None else None
-        if carrier is not None:
-            carrier.announce(session_id, announcement)
+        if reach is not None and carrier is not None:
+            self._announce(reach_id, reach, carrier, announcement)
 
-    def ended(self, session_id: str, request_id: str) -> None:
-        reach = self._reaches.get(session_id)
+    def ended(self, reach_id: str, request_id: str) -> None:
+        reach = self._reaches.get(reach_id)
         if reach is not None:
             reach.on.pop(request_id, None)
             reach.deliveries.pop(request_id, None)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _reach(self, session_id: str) -> _Reach:
-        reach = self._reaches.get(session_id)
+    def _reach(self, reach_id: str) -> _Reach:
+        reach = self._reaches.get(reach_id)
         if reach is None:
-            reach = self._reaches[session_id] = _Reach()
+            reach = self._reaches[reach_id] = _Reach()
         return reach
 
-    def _stream_of(self, reach: _Reach) -> Stream | None:
-        return self._streams.get(reach.stream_id) if reach.stream_id is not None else None
+    def _unbind(self, reach_id: str, reach: _Reach) -> None:
+        line = self._lines.get(reach.stream_id) if reach.stream_id is not None else None
+        if reach.stream_id is not None and line is not None:
+            line.bound.discard(reach_id)
+            self._tidy(reach.stream_id, line)
 
-    def _newest(self, reach: _Reach) -> Carrier | None:
-        stream = self._stream_of(reach)
-        if not reach.named:
-            return stream
-        newest = reach.named[-1]
-        if stream is not None and reach.stream_since > reach.since[id(newest)]:
-            return stream
-        return newest
+    def _tidy(self, stream_id: str, line: _Line) -> None:
+        if line.stream is None and not line.bound and self._lines.get(stream_id) is line:
+            del self._lines[stream_id]
 
-    def _arrived(self, session_id: str, reach: _Reach) -> None:
+    def _carry(self, reach_id: str, reach: _Reach, line: _Line, stream: Stream) -> None:
+        """This stream carries the reach from now on. What is on the one before it stays there while that is open."""
+        former, reach.stream = reach.stream, stream
+        line.carries.add(reach_id)
+        if former is not None:
+            reach.carriers.remove(former)
+            if former is not stream:
+                former.unbound(reach_id)
+        reach.carriers.append(stream)
+        stream.bound(reach_id)
+        self._arrived(reach_id, reach)
+
+    def _drop(self, reach_ids: Iterable[str], stream: Stream) -> None:
+        """A stream has ended."""
+        for reach_id in tuple(reach_ids):
+            reach = self._reaches.get(reach_id)
+            if reach is not None:
+                self._lose(reach_id, reach, stream)
+
+    def _lose(self, reach_id: str, reach: _Reach, carrier: Carrier) -> None:
+        """A carrier went: what was on it goes to the next, or waits."""
+        if carrier in reach.carriers:
+            reach.carriers.remove(carrier)
+        if reach.stream is carrier:
+            reach.stream = None
+        for request_id, on in reach.on.items():
+            if on is carrier:
+                reach.on[request_id] = None
+        if reach.newest() is not None:
+            self._announce_waiting(reach_id, reach)
+            return
+        if reach.gone_at is None:
+            reach.gone_at = self._clock.monotonic()
+        self._watch_absence(reach_id, reach)
+
+    def _arrived(self, reach_id: str, reach: _Reach) -> None:
         """A carrier came: what waits for one is announced on it."""
         reach.gone_at = None
         if reach.timer is not None:
             reach.timer.cancel()
             reach.timer = None
-        self._announce_waiting(session_id, reach)
+        self._announce_waiting(reach_id, reach)
 
-    def _left(self, session_id: str, reach: _Reach, carrier: Carrier) -> None:
-        """A carrier went: what was on it goes to the next, or waits."""
-        for request_id, on in reach.on.items():
-            if on is carrier:
-                reach.on[request_id] = None
-        if self._newest(reach) is not None:
-            self._announce_waiting(session_id, reach)
-        else:
-            reach.gone_at = self._clock.monotonic()
-            self._watch_absence(session_id, reach)
+    def _announce_waiting(self, reach_id: str, reach: _Reach) -> None:
+        for request_id in [one for one, on in reach.on.items() if on is None]:
+            # Each announcement may end its carrier, and that moves what was on it: look anew.
+            carrier = reach.newest()
+            if carrier is None:
+                return
+            if request_id in reach.on and reach.on[request_id] is None:
+                self._give(reach_id, reach, request_id, carrier)
 
-    def _announce_waiting(self, session_id: str, reach: _Reach) -> None:
-        carrier = self._newest(reach)
-        if carrier is None or self._requests is None:
-            return
-        for request_id in tuple(self._requests.pending(session_id)):
-            if reach.on.get(request_id) is not None:
-                continue
-            count = reach.deliveries.get(request_id, 0)
-            announcement = self._requests.announcement(session_id, request_id, count)
-            if announcement is not None:
-                reach.on[request_id] = carrier
-                reach.deliveries[request_id] = count + 1
-                carrier.announce(session_id, announcement)
+    def _give(self, reach_id: str, reach: _Reach, request_id: str, carrier: Carrier) -> None:
+        count = reach.deliveries.get(request_id, 0)
+        announcement = self._requests.announcement(reach_id, request_id, count) if self._requests is not None else None
+        if announcement is not None:
+            reach.on[request_id] = carrier
+            reach.deliveries[request_id] = count + 1
+            self._announce(reach_id, reach, carrier, announcement)
 
-    def _watch_absence(self, session_id: str, reach: _Reach) -> None:
+    def _announce(self, reach_id: str, reach: _Reach, carrier: Carrier, announcement: Announcement) -> None:
+        try:
+            carrier.announce(reach_id, announcement)
+        except Exception:
+            logger.exception("a carrier failed", extra={"session_id": reach_id, "carrier": carrier.kind})
+            self._lose(reach_id, reach, carrier)
+
+    def _watch_absence(self, reach_id: str, reach: _Reach) -> None:
         """See to it that pending calls end once the owner counts as gone."""
         if reach.timer is not None:
             reach.timer.cancel()
             reach.timer = None
-        if not reach.on:
-            return
-        wait = self._gone_in(reach)
-        if wait == math.inf:
-            return
-        loop = asyncio.get_running_loop()
-        reach.timer = loop.call_later(max(0.0, wait), self._look_for, session_id)
+        if reach.newest() is None and reach.waits():
+            wait = self._gone_in(reach)
+            if wait < math.inf:
+                reach.timer = self._clock.later(max(0.0, wait), self._look_for, reach_id)
 
     def _gone_in(self, reach: _Reach) -> float:
         """Seconds until the owner counts as gone, if no carrier comes."""
+        if reach.polls_only:
+            return math.inf
         grace_until = 0.0 if reach.gone_at is None else reach.gone_at + self._grace_s
         return max(grace_until, reach.promised_until, self._all_promised_until) - self._clock.monotonic()
 
-    def _look_for(self, session_id: str) -> None:
-        reach = self._reaches.get(session_id)
-        if reach is None or self._newest(reach) is not None:
+    def _look_for(self, reach_id: str) -> None:
+        reach = self._reaches.get(reach_id)
+        if reach is None:
             return
         reach.timer = None
-        if self._gone_in(reach) > 0:
-            self._watch_absence(session_id, reach)
+        if not self.is_absent(reach_id):
+            self._watch_absence(reach_id, reach)
         elif self._requests is not None:
-            logger.info("the caller of a session is gone", extra={"session_id": session_id})
-            self._requests.absent(session_id)
+            logger.info("the caller of a session is gone", extra={"session_id": reach_id})
+            self._requests.absent(reach_id)

@@ -49,8 +49,9 @@ MOVES: Mapping[State, Mapping[Stimulus, State]] = {
     State.DISCONNECTED: {},
 }
 
+ANSWERS = frozenset({Stimulus.ANSWER, Stimulus.FAIL})
 # After these the caller may still be working on it, and is told to stop.
-_UNWANTED = frozenset({State.EXPIRED, State.CANCELLED, State.DISCONNECTED})
+UNWANTED = frozenset({State.EXPIRED, State.CANCELLED, State.DISCONNECTED})
 # What the droid's side gets, by the word that is stored with the outcome.
 _FAILURES: Mapping[str, type[errors.CallFailed]] = {
     kind.kind: kind
@@ -91,31 +92,31 @@ class Ended:
     events: tuple[Event, ...]
 
 
-def ended(call: Call, stimulus: Stimulus, now: float, content: bytes | str = b"") -> Ended | None:
+def ended(call: Call, stimulus: Stimulus, content: bytes | str = "", *, now: float, at: float) -> Ended | None:
     """Move a call; None where its state does not allow it (an answer after the deadline is no answer).
 
-    `content` is the JSON of a result for ANSWER, and for all else the text that the droid will read.
+    `content` is the JSON of a result for ANSWER, and for all else the text that the droid will read. `now` is the
+    time as it is counted for this call, from its creation on and unmoved by the wall clock; `at` is wall time.
     """
     state = MOVES[call.state].get(stimulus)
-    if state is None or (stimulus in (Stimulus.ANSWER, Stimulus.FAIL) and now >= call.deadline_at):
+    if state is None or (stimulus in ANSWERS and now >= call.deadline_at):
         return None
-    if stimulus is Stimulus.ANSWER:
-        assert isinstance(content, bytes)
-        outcome, error = content, None
-    else:
-        assert isinstance(content, str)
-        error = content or _default(call, stimulus)
-        outcome = failure(stimulus, error)
-    duration_ms = max(0, round((now - call.created_at) * 1000))
-    events: list[Event] = []
-    if state in _UNWANTED:
-        events.append(CallerToolCancelled(request_id=call.request_id, tool=call.tool, reason=_WORDS[stimulus]))
-    events.append(
-        CallerToolResolved(
-            request_id=call.request_id, tool=call.tool, outcome=state.value, error=error, duration_ms=duration_ms
-        )
+    error = None if stimulus is Stimulus.ANSWER else said(call, stimulus, content)
+    resolved = CallerToolResolved(
+        request_id=call.request_id,
+        tool=call.tool,
+        outcome=state.value,
+        error=error,
+        duration_ms=max(0, round((now - call.created_at) * 1000)),
     )
-    return Ended(call=replace(call, state=state, ended_at=now, outcome=outcome), events=tuple(events))
+    events: tuple[Event, ...] = (resolved,)
+    if state in UNWANTED:
+        cancelled = CallerToolCancelled(request_id=call.request_id, tool=call.tool, reason=_WORDS[stimulus])
+        events = (cancelled, resolved)
+    return Ended(
+        call=replace(call, state=state, ended_at=at, outcome=outcome(call, stimulus, content)),
+        events=events,
+    )
 
 
 _WORDS: Mapping[Stimulus, str] = {
@@ -127,15 +128,22 @@ _WORDS: Mapping[Stimulus, str] = {
 }
 
 
-def failure(stimulus: Stimulus, message: str) -> bytes:
-    """The outcome of a call that ended without a result, as it is stored."""
-    return msgspec.json.encode(Failure(kind=_WORDS[stimulus], message=message))
+def outcome(call: Call, stimulus: Stimulus, content: bytes | str) -> bytes:
+    """What is stored of an end: the JSON of the result, or of what the droid is told instead."""
+    if stimulus is Stimulus.ANSWER:
+        assert isinstance(content, bytes)
+        return content
+    return msgspec.json.encode(Failure(kind=_WORDS[stimulus], message=said(call, stimulus, content)))
 
 
-def _default(call: Call, stimulus: Stimulus) -> str:
+def said(call: Call, stimulus: Stimulus, content: bytes | str) -> str:
+    """The text that the droid reads of an end without a result."""
+    assert isinstance(content, str)
+    if content:
+        return content
     if stimulus is Stimulus.EXPIRE:
         waited = call.deadline_at - call.created_at
-        return f"the caller did not answer {call.tool} within {waited:g} seconds"
+        return f"the caller did not answer {call.tool} within {waited:.6g} seconds"
     return {
         Stimulus.FAIL: f"{call.tool} failed at the caller",
         Stimulus.CANCEL: f"the call of {call.tool} was cancelled",
@@ -153,10 +161,23 @@ def result(call: Call) -> bytes:
     raise _FAILURES[stored.kind](stored.message)
 
 
-def refusal(call: Call | None, outcome: bytes | None) -> str:
-    """Why an answer that changed nothing was refused: `unknown`, `answered` or `expired`; "" if it is a repeat."""
+def is_repeat(call: Call, stimulus: Stimulus, content: bytes | str) -> bool:
+    """Whether this answer says what the call already ended with, however its JSON is written."""
+    if call.outcome is None or MOVES[State.PENDING][stimulus] is not call.state:
+        return False
+    again = outcome(call, stimulus, content)
+    return again == call.outcome or _sorted(again) == _sorted(call.outcome)
+
+
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
+
+
+def _sorted(encoded: bytes) -> bytes:
+    return _encode_sorted(msgspec.json.decode(encoded))
+
+
+def refusal(call: Call | None) -> str:
+    """Why an answer to this call changes nothing: `unknown`, `answered` or `expired`."""
     if call is None:
         return "unknown"
-    if call.state in (State.ANSWERED, State.FAILED):
-        return "" if outcome == call.outcome else "answered"
-    return "expired"
+    return "answered" if call.state in (State.ANSWERED, State.FAILED) else "expired"

@@ -5,7 +5,10 @@ events to fall behind or to lose a seam. A wake may be lost, doubled or late; wh
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 Wake = Callable[[str, int], None]
 LOOK_AGAIN_S = 1.0
@@ -32,7 +35,10 @@ class Following:
         wakes = self._wakes.get(session_id)
         if wakes:
             for one in tuple(wakes):
-                one(session_id, last_index)
+                try:
+                    one(session_id, last_index)
+                except Exception:  # whoever commits next must not fail by this
+                    logger.exception("a follower failed", extra={"session_id": session_id})
 
     async def grown(self, session_id: str, since_index: int, seconds: float) -> None:
         """Return when the log may have grown beyond `since_index`, or after at most `seconds`, whichever is first."""

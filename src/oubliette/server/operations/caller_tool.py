@@ -80,8 +80,9 @@ async def respond(rooms: Rooms, asked: Asked, params: CallerToolResponse) -> Res
 
 
 async def poll(rooms: Rooms, asked: Asked, params: CallerToolPoll) -> Requests:
-    del asked
-    found = await rooms.exchange.poll(params.session_id, frozenset(params.known), params.wait_seconds)
+    found = await rooms.exchange.poll(
+        params.session_id, frozenset(params.known), params.wait_seconds, stream_id=asked.stream_id
+    )
     return Requests(requests=found)
 
 
