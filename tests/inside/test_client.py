@@ -76,7 +76,7 @@ async def test_without_declared_tools_the_first_list_waits_for_nothing(box: Box,
         await host.open()
         started = asyncio.get_running_loop().time()
         assert await host.tool_names() == BASE
-        assert asyncio.get_running_loop().time() - started < 0.3
+        assert asyncio.get_running_loop().time() - started < 0.5  # a hold would take 0.7
 
 
 async def test_a_list_is_held_until_the_config_comes(box: Box) -> None:
@@ -585,7 +585,7 @@ async def test_an_agent_that_never_looks_again_reaches_later_tools_by_search(box
         async with box.talk(relay, era) as host:
             assert await host.tool_names() == ["ant_echo", *BASE, "tools_search", "tools_call"]
             later = tool("book_table", description="Reserves in a restaurant.")
-            relay.declare(ECHO, later, tool("mail", description="Sends a restaurant's bill."))
+            relay.declare(ECHO, tool("mail", description="Sends a book or a restaurant's bill."), later)
             if era == "legacy":
                 await host.notification("notifications/tools/list_changed")
             else:

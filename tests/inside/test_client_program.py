@@ -325,6 +325,28 @@ def test_the_loop_sleeps_until_something_is_due() -> None:
     assert talk.client.wake_at == 10
 
 
+def test_a_shorter_patience_holds_for_calls_that_wait_already() -> None:
+    talk = Conversation()
+    talk.agent_says(1, "tools/call", {"name": "session_message", "arguments": {"message": "x"}})
+    talk.begin(call_timeout_max_s=5.0, margin_s=0.0)
+    assert talk.client.wake_at is not None
+    talk.at(talk.client.wake_at)
+    assert talk.client.wake_at == 5
+    talk.at(5)
+    assert talk.last()["result"]["_meta"]["dev.oubliette/error"]["kind"] == "timeout"
+
+
+def test_a_question_that_was_lost_with_its_link_is_asked_again() -> None:
+    talk = Conversation(api_key="oub_x")
+    talk.begin()
+    talk.client.lost()
+    talk.begin()
+    assert len(talk.frames("oubliette_tools")) == 2
+    talk.at(31)
+    talk.server_says(jsonrpc.notification("tools_changed", {}))  # and one that was never answered
+    assert len(talk.frames("oubliette_tools")) == 3
+
+
 def test_open_calls_are_bounded_in_number_and_bytes() -> None:
     talk = Conversation()
     talk.begin()

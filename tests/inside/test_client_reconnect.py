@@ -352,11 +352,14 @@ async def test_an_agent_that_does_not_read_stops_nobody_and_gets_everything_late
     async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay) as host:
         reading = host.process.stdout._transport  # type: ignore[union-attr]
         reading.pause_reading()
-        pending = [host.call("ant_echo", {"n": n}) for n in range(40)]
-        for call in await relay.take_many(40, CallerTool):
+        pending = [host.call("ant_echo", {"n": n}) for n in range(80)]
+        for call in await relay.take_many(80, CallerTool):
             call.reply({"n": call.params.arguments["n"], "text": "x" * 500_000})
+        await _passes(1.0)  # by now it holds as much as it will
         last = host.call("ant_echo", {"n": "last"})
         (await relay.take(CallerTool)).reply("last")
+        status = Path(f"/proc/{host.process.pid}/status").read_text()
+        assert int(status.split("VmRSS:")[1].split()[0]) < 60 * 1024
         reading.resume_reading()
         for n, each in enumerate(pending):
             assert (await each)["structuredContent"]["n"] == n
@@ -383,6 +386,14 @@ async def test_logs_carry_neither_keys_nor_arguments_and_one_line_each(box: Box)
         assert len(lines) >= 4
         assert all(line.startswith("oubliette-client: ") for line in lines)
         assert "oubliette-client: WARNING: failed to get oubliette tools: two lines" in lines
+
+
+async def test_one_trouble_is_one_line_however_often_it_is_met(box: Box) -> None:
+    async with box.client() as host:
+        await host.logged(b"link down")
+        await _passes(1.0)  # five attempts and more
+        await host.leave()
+    assert host.log.count(b"\n") == 1
 
 
 async def test_a_quiet_level_is_quiet(box: Box) -> None:
