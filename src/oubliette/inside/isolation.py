@@ -16,7 +16,7 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 # Places that a box must not be able to write to, each a door to the host.
 READ_ONLY = ("/", "/etc", "/usr", "/opt/oubliette", "/mcp", "/proc/sys/kernel", "/proc/irq")
 KERNEL_SETTINGS = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger")
-STATUS_FIELDS = ("NoNewPrivs", "CapInh", "CapPrm", "CapEff", "CapAmb")
+STATUS_FIELDS = ("NoNewPrivs", "CapInh", "CapPrm", "CapEff", "CapAmb", "Seccomp")
 
 
 def harden() -> None:

@@ -371,7 +371,11 @@ GOOD: dict[str, Any] = {
     "hostname": "box",
     "interfaces": ["lo"],
     "namespaces": {name: f"{name}:[1]" for name in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")},
-    "status": {"NoNewPrivs": "1", "CapInh": "0" * 16, "CapPrm": "0" * 16, "CapEff": "0" * 16, "CapAmb": "0" * 16},
+    "status": {
+        **dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapAmb"), "0" * 16),
+        "NoNewPrivs": "1",
+        "Seccomp": "2",
+    },
     "processes": [1],
     "environment": ["HOME", "PATH"],
     "folders": {"/": ["usr"], "/home": ["box"], "/opt": ["oubliette"], "/opt/oubliette": ["oubliette.pyz"], "/mcp": []},
@@ -395,6 +399,7 @@ def test_a_box_that_holds_has_no_leaks() -> None:
         ("namespaces", {**GOOD["namespaces"], "user": ""}),
         ("status", {**GOOD["status"], "NoNewPrivs": "0"}),
         ("status", {**GOOD["status"], "CapEff": "000001ffffffffff"}),
+        ("status", {**GOOD["status"], "Seccomp": "0"}),
         ("processes", [1, 2]),
         ("environment", ["HOME", "AWS_SECRET_ACCESS_KEY"]),
         ("folders", {**GOOD["folders"], "/": ["root", "usr"]}),
@@ -454,3 +459,32 @@ async def test_a_keeper_that_does_not_start_tells_why(tmp_path: Path, monkeypatc
         await stage.runtime().create(stage.spec())
     assert list((tmp_path / "home" / "boxes").iterdir()) == []
     await stage.clear()
+
+
+async def test_what_goes_on_starting_others_is_ended_with_all_of_them() -> None:
+    mark = ids.new_key()
+    breed = """
+import os, sys, time
+print("breeding", flush=True)
+for _ in range(400):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+    time.sleep(0.0005)
+time.sleep(600)
+"""
+    environment = {**os.environ, "MARK_OF_THE_TEST": mark}
+    parent = subprocess.Popen([sys.executable, "-c", breed], stdout=subprocess.PIPE, env=environment)
+    with parent:
+        assert parent.stdout is not None
+        await asyncio.to_thread(parent.stdout.readline)
+        proc = host.find(parent.pid)
+        assert proc is not None
+        await boxes.end([proc])
+    left = [host.find(pid) for pid in host.marked(f"MARK_OF_THE_TEST={mark}".encode())]
+    try:
+        assert [one for one in left if one is not None] == []
+    finally:
+        for one in left:
+            if one is not None:
+                one.send(signal.SIGKILL)

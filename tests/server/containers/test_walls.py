@@ -83,7 +83,7 @@ async def test_nothing_leads_out_of_a_box(stage: Stage, tmp_path: Path) -> None:
         *("raw socket", "packet socket", "replace the socket", "the keeper's memory", "the keeper's environment"),
         *("the keeper's files", "the keeper's root", "trace the keeper", "new user namespace", "new mount namespace"),
         *("mount", "unmount a cover", "become root", "chroot", "set the host's name", "device", "terminal"),
-        *("signal beyond the box", "kernel keys"),
+        *("signal beyond the box", "kernel keys", "keyring", "io_uring", "a call of another convention"),
     ):
         assert "failed" in found[way], (way, found[way])
     assert found["interfaces"] == ["lo"]

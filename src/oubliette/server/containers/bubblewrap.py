@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oubliette.server import ids
-from oubliette.server.containers import proof
+from oubliette.server.containers import proof, seccomp
 from oubliette.server.containers.boxes import LocalBoxes, end, keeper_arguments
 from oubliette.server.containers.folders import Folder
 from oubliette.server.containers.inside import pack
@@ -30,7 +30,7 @@ PROGRAM = "/opt/oubliette/oubliette.pyz"
 SYSTEM_PYTHON = "/usr/bin/python3"
 OWN_PYTHON = "/opt/python/python"
 
-_ARGUMENTS, _NEWS, _FIRST_FILE = 3, 4, 5
+_ARGUMENTS, _NEWS, _RULES, _FIRST_FILE = 3, 4, 5, 6
 # These are the box's own, private and gone with it.
 _BOX_TMP, _BOX_VAR_TMP, _BOX_SHARED_MEMORY = "/tmp", "/var/tmp", "/dev/shm"  # noqa: S108
 _TMP_BYTES = 1024 * 1024 * 1024
@@ -181,10 +181,12 @@ class BubblewrapRuntime:
             raise NotConfigured("bubblewrap is not installed: install the Debian package bubblewrap (0.8 or newer)")
         folder = self._boxes.folders.of(spec.box_id)
         workspace = workspace or self._boxes.folders.workspace(spec.project_id, spec.workspace_id)
+        rules = seccomp.rules()
         made_up = {**_MADE_UP, **({OWN_PYTHON: python.wrapper} if python.wrapper else {})}
         numbers = {path: _FIRST_FILE + index for index, path in enumerate(made_up)}
         operations = [
             *_namespaces(),
+            *([("--seccomp", str(_RULES))] if rules else []),
             *_system(),
             *_kernel(),
             *(_made_up(path, numbers[path]) for path in _MADE_UP),
@@ -201,6 +203,7 @@ class BubblewrapRuntime:
             env={"PATH": os.defpath},
             files={
                 _ARGUMENTS: "".join(f"{word}\0" for word in words).encode(),
+                **({_RULES: rules} if rules else {}),
                 **{numbers[path]: content.encode() for path, content in made_up.items()},
             },
             news=_NEWS,

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from oubliette.server.containers import seccomp
+
 Facts = Mapping[str, Any]
 
 _TOP = frozenset(
@@ -60,6 +62,7 @@ _CLAIMS: Mapping[str, Callable[[Facts], bool]] = {
         facts["status"]["NoNewPrivs"] == "1"
         and all(facts["status"][name] == _NO_CAPABILITIES for name in ("CapPrm", "CapEff", "CapAmb"))
     ),
+    "its system calls are not filtered": lambda facts: facts["status"]["Seccomp"] == "2" or seccomp.rules() is None,
     "its keeper can be read": lambda facts: facts["is_dumpable"] is False,
     "it knows the host's name": lambda facts: facts["hostname"] == "box",
     "it inherited an environment": lambda facts: set(facts["environment"]) <= _ENVIRONMENT,
