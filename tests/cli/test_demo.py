@@ -57,9 +57,7 @@ def test_without_bubblewrap_the_demo_names_the_package_and_fails(tmp_path: Path)
 def test_a_step_that_does_not_hold_fails_the_demo(tmp_path: Path):
     lie = "import oubliette.cli.demo as demo; demo.MADE = 'x' * 300; raise SystemExit(demo.demo())"
     env = {"PATH": os.defpath, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", lie], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", lie], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "The demo failed: this does not hold: the turn ended by itself" in done.stderr
     assert "Everything worked" not in done.stdout
