@@ -239,7 +239,7 @@ async def test_a_legacy_caller_without_a_stream_is_told_on_its_own_request(wire:
 async def test_a_watch_whose_client_leaves_lets_the_request_go(wire: Wire, project: str) -> None:
     session = await wire.session()
     sent = await tool(wire, session, "session_message", project_id=project, message=ASKING, context=LENT)
-    watch = call("session_watch", session_id=sent["session_id"], wait_seconds=SLOW_S)
+    watch = call("session_watch", session_id=sent["session_id"], wait_seconds=10 * SLOW_S)
     async with connected(wire.address) as leaving:
         await wire.post(leaving, watch, legacy(session))
         await leaving.head()
@@ -249,6 +249,17 @@ async def test_a_watch_whose_client_leaves_lets_the_request_go(wire: Wire, proje
         assert again["request_id"] == asked["request_id"]
         await answered(wire, session, again, 1)
         await finished(wire, sent["session_id"])
+
+
+async def test_a_legacy_caller_with_a_stream_gets_nothing_twice(wire: Wire, project: str) -> None:
+    session = await wire.session()
+    async with stream(wire, session) as connection:
+        sent = await tool(wire, session, "session_message", project_id=project, message=ASKING, context=LENT)
+        await answered(wire, session, await pushed(connection, "caller_tool_request"), 1)
+        # No notifications on the request itself: what it saw is in its result.
+        told = await tool(wire, session, "session_watch", session_id=sent["session_id"], wait_seconds=SLOW_S)
+        assert "completion" in [event["type"] for event in told["events"]]
+        await pushed(connection, "completion")
 
 
 async def test_a_stateless_caller_gets_events_on_the_request_that_asked_for_them(wire: Wire, project: str) -> None:

@@ -102,7 +102,8 @@ class McpSessions:
             await self.touch([session_id])
         return session
 
-    async def touch(self, session_ids: list[str]) -> None:
+    async def touch(self, session_ids: list[str]) -> float:
+        """Note that these are in use; returns the time that was noted."""
         now = self._clock.now()
 
         async def unit(tx: Tx) -> None:
@@ -111,6 +112,7 @@ class McpSessions:
 
         if session_ids:
             await self._database.write(unit)
+        return now
 
     async def alive(self, session_ids: list[str]) -> dict[str, McpSession]:
         """Those of these that still exist, as they are in the database now."""

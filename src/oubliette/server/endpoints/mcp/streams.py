@@ -126,7 +126,9 @@ class Streams:
         await self._check_sessions(now)
         self._looks += 1
         if self._looks % TOUCH_EVERY_LOOKS == 0:
-            await self._sessions.touch(list(self._standing))
+            touched_at = await self._sessions.touch(list(self._standing))
+            for opened in self._standing.values():
+                opened.seen_before = touched_at  # that was us, and no answer to a ping
             for session_id in await self._sessions.purge():
                 await self.session_ended(session_id)
 
