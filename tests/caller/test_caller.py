@@ -276,6 +276,81 @@ async def test_requests_are_polled_for_where_no_stream_can_be_held(
         assert (await server.ask("echo", {"n": 2}))["result"] == 2
 
 
+async def test_polling_names_what_is_worked_on_and_ends_when_a_stream_can_be_held() -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller:
+            gate = asyncio.Event()
+
+            @caller.tool
+            async def wait() -> None:
+                await gate.wait()
+
+            @caller.tool
+            def quick() -> int:
+                return 1
+
+            await caller.start("demo", "go")
+            await server.announce("wait", {}, request_id="r1")
+            await server.until(lambda: ["r1"] in polled_with(server))
+            server.streams_refused = False
+            await server.until(lambda: server.has_stream)
+            server.calls.clear()
+            gate.set()
+            assert (await server.ask("quick", {}))["result"] == 1
+            assert polled_with(server) == []
+
+
+def polled_with(server: FakeServer) -> list[Any]:
+    return [arguments["known"] for name, arguments in server.calls if name == "caller_tool_poll"]
+
+
+async def test_a_message_that_may_have_arrived_is_not_sent_twice() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        server.hang_ups = 1
+        with pytest.raises(Unreachable, match="not known") as lost:
+            await caller.start("demo", "go")
+        assert lost.value.kind == "outcome_unknown"
+        assert [name for name, _ in server.calls].count("session_message") == 1
+
+
+async def test_a_connection_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oubliette.caller.lane.SILENCE_S", 0.1)
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        server.mute_answers = True
+        assert (await server.ask("echo", {"n": 1}))["result"] == 1, "it was taken"
+        server.mute_answers = False
+        await server.until(lambda: len(server.answers) == 2)
+
+
+async def test_a_stream_that_falls_silent_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oubliette.caller.stream.SILENCE_S", 0.1)
+    async with FakeServer() as server, lent_to(server):
+        streams = server.streams
+        await server.until(lambda: server.streams > streams + 1)
+
+
+async def test_after_the_token_is_refused_nothing_more_is_asked() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def revoke() -> None:
+            server.revoked = True
+
+        await server.announce("revoke", {}, request_id="r1")
+        await server.until(lambda: server.refused_posts > 0)
+        async with asyncio.timeout(5):
+            await caller._outbox._empty.wait()
+        with pytest.raises(Unauthenticated):
+            await caller.call("session_get", session_id="gogol_1")
+        assert server.refused_posts == 1
+
+
 async def test_replies_may_come_as_a_stream_of_events() -> None:
     async with FakeServer() as server:
         server.replies_as_events = True
@@ -340,6 +415,7 @@ async def test_events_come_in_order_once_each_until_the_session_ends() -> None:
         assert got[250].type == "from_the_future"
         assert got[250].event["colour"] == "red"
         assert [one.index async for one in session.events(since_index=249)] == [250, 251]
+        assert [one.index async for one in session.events(-1)] == list(range(252)), "every page of an ended session"
 
 
 async def test_the_result_is_the_end_of_the_turn_of_the_last_message() -> None:

@@ -22,7 +22,11 @@ class FakeServer:
         self.streams_mute = False  # GET sends its head and nothing else
         self.replies_as_events = False  # POST answers as an event stream
         self.unavailable = 0  # so many POSTs are answered 503
-        self.hang_ups = 0  # so many answers are taken and the connection closed before a reply
+        self.mute_answers = False  # answers are taken and never replied to
+        self.revoked = False  # POST answers 401
+        self.refused_posts = 0
+        self.streams = 0  # so many were opened
+        self.hang_ups = 0  # so many answers or messages are taken and the connection closed before a reply
         self.refusals: dict[str, dict[str, Any]] = {}  # by request id: what an answer is told
         self.answers: list[dict[str, Any]] = []  # arguments of caller_tool_response as they came
         self.progress: list[dict[str, Any]] = []
@@ -131,7 +135,10 @@ class FakeServer:
         return bool(self._streams)
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if self.revoked or request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            async with self._changed:
+                self.refused_posts += 1
+                self._changed.notify_all()
             return web.json_response(
                 {"jsonrpc": "2.0", "id": None, "error": {"code": -32001, "message": "invalid or expired API key"}},
                 status=401,
@@ -163,9 +170,13 @@ class FakeServer:
     async def _tool(self, request: web.Request, message: Any) -> web.StreamResponse:
         name, arguments = message["params"]["name"], message["params"]["arguments"]
         if name != "caller_tool_response":
-            self.calls.append((name, arguments))
+            async with self._changed:
+                self.calls.append((name, arguments))
+                self._changed.notify_all()
         value = await getattr(self, f"_{name}")(arguments)
-        if name == "caller_tool_response" and self.hang_ups:
+        if name == "caller_tool_response" and self.mute_answers:
+            await self._done.wait()
+        if self.hang_ups and name in ("caller_tool_response", "session_message"):
             self.hang_ups -= 1
             assert request.transport is not None
             request.transport.abort()
@@ -193,6 +204,7 @@ class FakeServer:
             await stream.write(b"retry: 3000\n\n")
             async with self._changed:
                 self._streams[session] = stream
+                self.streams += 1
                 self._changed.notify_all()
         try:
             await self._done.wait()

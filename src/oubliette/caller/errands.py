@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from oubliette.caller.messages import Announced
 from oubliette.caller.tool import Tool
 
 ERRANDS_REMEMBERED = 10_000
+OPEN_PER_SESSION = 64  # the server's own bound
 ANSWERS_KEPT_BYTES = 16 * 1024 * 1024
 ERROR_CHARS_MAX = 4096
 
@@ -95,11 +97,8 @@ class Errands:
 
     def open_requests(self, session_id: str) -> list[str]:
         """The requests of a session that are being worked on, or whose answers are on their way."""
-        return [
-            request_id
-            for request_id, errand in self._known.items()
-            if not errand.over and errand.asked.session_id == session_id
-        ]
+        found = (one for one in self._known.values() if not one.over and one.asked.session_id == session_id)
+        return [errand.asked.request_id for errand in islice(found, OPEN_PER_SESSION)]
 
     def replaced(self, errand: Errand, error: str) -> None:
         """The server cannot take this answer as it is; say so to the droid instead."""

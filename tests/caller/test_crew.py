@@ -1,0 +1,30 @@
+"""A bug in one task is logged and ends no other; leaving ends them all."""
+
+import asyncio
+import logging
+
+import pytest
+
+from oubliette.caller.crew import Crew
+
+
+async def test_a_bug_of_one_task_ends_no_other(caplog: pytest.LogCaptureFixture):
+    crew, gone = Crew(), asyncio.Event()
+    await crew.begin()
+
+    async def bug() -> None:
+        raise ZeroDivisionError
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    crew.start(work(), "work")
+    with caplog.at_level(logging.ERROR):
+        await asyncio.wait([crew.start(bug(), "bug")])
+    assert "a task of the caller failed" in caplog.text
+    assert not gone.is_set()
+    await crew.dismiss()
+    assert gone.is_set()
