@@ -16,7 +16,8 @@ import msgspec
 
 from oubliette.inside import droid
 from oubliette.server.clock import SystemClock
-from oubliette.server.droids.acp import AcpDroid, AcpDroids, Patience
+from oubliette.server.droids.acp import AcpDroid, AcpDroids
+from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile, Outcome
 from oubliette.server.droids.processes import Processes
 from oubliette.server.events.log import EventLog

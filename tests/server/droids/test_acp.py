@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oubliette.server.droids.acp import Patience
+from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile
 from oubliette.server.errors import Conflict, DroidFailed
 from tests.kit import acp_library_agent

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import pytest
 
-from oubliette.server.droids.acp import AcpDroid, Patience
+from oubliette.server.droids.acp import AcpDroid
+from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile
 from oubliette.server.errors import DroidFailed
 from oubliette.server.storage.sqlite import SqliteDatabase
 from tests.kit import acp_agent
-from tests.kit.droid_world import Server, World, serving, world
+from tests.kit.droid_world import BOX, Server, World, serving, world
 from tests.kit.mortal_database import MortalDatabase
 
 When = Literal["before", "after"]
@@ -136,9 +137,9 @@ async def test_frames_that_are_cut_anywhere_and_overlap_change_nothing(tmp_path:
 async def test_a_line_in_pieces_survives_a_server_that_dies_between_them(tmp_path: Path) -> None:
     library = LaunchProfile(name="bad", argv=(sys.executable, "-I", "-S", acp_agent.__file__, ""))
     answer = {"act": "answer", "result": {"stopReason": "end_turn"}}
-    text = json.dumps([{"act": "long-say", "n": 2_500_000}, {"act": "long", "n": 9_000_000}, answer])
+    text = json.dumps([{"act": "long-say", "n": 2_500_000}, {"act": "long", "n": 16_000_000}, answer])
     async with asyncio.timeout(100):
-        for number in range(5, 40, 3):
+        for number in (5, 8, 12, 40, 50, 60):
             folder = tmp_path / str(number)
             folder.mkdir()
             async with world(folder, library) as made:
@@ -207,10 +208,15 @@ async def test_a_keeper_that_is_away_for_a_while_costs_nothing(tmp_path: Path) -
 async def test_a_droid_whose_box_was_ended_is_let_go_without_a_word(tmp_path: Path) -> None:
     async with asyncio.timeout(30), world(tmp_path) as made, serving(made) as server:
         droid = await server.start()
-        made.keeper.disconnect()
         await server.database.write(lambda tx: tx.run("UPDATE processes SET state = 'ended', ended_at = 1"))
-        await droid.stop()
+        assert list(server.processes.acks(BOX))
+        made.keeper.disconnect()
+        while server.processes.acks(BOX):
+            await asyncio.sleep(0.01)
         assert server.session.losses == []
+        with pytest.raises(DroidFailed, match="has ended"):
+            await droid.prompt(1, PLAN)
+        await droid.stop()
 
 
 async def test_a_process_that_no_row_asks_for_is_killed_when_its_keeper_comes(tmp_path: Path) -> None:

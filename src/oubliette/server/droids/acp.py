@@ -15,61 +15,30 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
-
-import msgspec
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from oubliette.server.droids import conversation as conversations
-from oubliette.server.droids import peer, permissions, translation
-from oubliette.server.droids.conversation import Conversation, Waiting
+from oubliette.server.droids.conversation import Conversation
+from oubliette.server.droids.dialogue import Dialogue, Draft, Ended, Patience, Places, now
 from oubliette.server.droids.driver import LaunchProfile, Outcome, Session
-from oubliette.server.droids.peer import Answer, Noise, Notification, OpenRequests, Request
-from oubliette.server.droids.processes import Input, Line, Process, Processes, TakenOver
-from oubliette.server.droids.speech import Pieces, Speech
+from oubliette.server.droids.peer import OpenRequests
+from oubliette.server.droids.processes import Process, Processes, TakenOver
+from oubliette.server.droids.speech import Speech
 from oubliette.server.errors import Conflict, DroidFailed, StorageFailed
 from oubliette.server.storage.database import Row, Tx
-from oubliette.wire import jsonrpc
-from oubliette.wire.events import Event, PermissionDecided, Usage, Warn
+from oubliette.wire.events import Event
 
 logger = logging.getLogger(__name__)
 
-ACP_VERSION = 1
 GATHER_S = 0.1
 STORAGE_TRIES = 30
 STORAGE_RETRY_S = 1.0
 LOOK_EVERY_S = 1.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-REDACTED = b"[redacted]"
 
 Append = Callable[[Tx, str, Sequence[Event], float], Awaitable[int]]
 After = Callable[[str, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long what is waited for."""
-
-    opening_s: float = 30.0
-    cancel_s: float = 5.0
-    silence_s: float = 300.0
-    stop_s: float = 2.0  # for each of: the end of stdin, TERM
-    kill_s: float = 5.0
-
-
-class Places(Protocol):
-    """Where things are from inside the box."""
-
-    @property
-    def python(self) -> str: ...
-    @property
-    def program(self) -> str: ...
-    @property
-    def socket(self) -> str: ...
-    @property
-    def workspace(self) -> str: ...
-    @property
-    def home(self) -> str: ...
 
 
 class DroidBox(Protocol):
@@ -79,33 +48,6 @@ class DroidBox(Protocol):
     def id(self) -> str: ...
     @property
     def places(self) -> Places: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    turn: int
-    outcome: Outcome
-
-
-@dataclass(slots=True)
-class _Draft:
-    """What was understood and is not stored yet."""
-
-    conversation: Conversation
-    upto: int
-    events: list[Event] = field(default_factory=list[Event])
-    inputs: list[Input] = field(default_factory=list[Input])
-    pieces: Pieces = field(default_factory=Pieces)
-    told: list[asyncio.Future[None]] = field(default_factory=list["asyncio.Future[None]"])
-    ended: _Ended | None = None
-    gathering_since: float | None = None
-    must: bool = False  # more than gathered chunks: store it at once
-
-    def put(self, **changes: Any) -> None:
-        self.conversation = msgspec.structs.replace(self.conversation, **changes)
-
-    def warn(self, kind: str, message: str) -> None:
-        self.events.append(Warn(kind=kind, message=message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +70,14 @@ class AcpDroids:
         epoch: int,
         profile: Callable[[str], LaunchProfile],
         patience: Patience | None = None,
-        waits: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`profile` is asked with a session's autonomy, `waits` whether its droid waits for an answer of ours."""
+        """`profile` is asked with a session's autonomy."""
         self.processes = processes
         self.append = append
         self.after = after
         self.epoch = epoch
         self.profile = profile
         self.patience = patience or Patience()
-        self.waits = waits
 
     async def start(self, session: Session, box: DroidBox, *, api_key: str | None = None) -> "AcpDroid":
         """Start the agent in this box and open its conversation. Raises `BoxFailed` or `DroidFailed`."""
@@ -219,17 +159,13 @@ class AcpDroid:
         self._droids = droids
         self._process = process
         self._session = session
-        self._profile = profile
-        self._places = places
         self._stored = conversation
-        self._speech = speech
-        self._api_key = api_key
-        self._secret = api_key.encode() if api_key else None
         self._patience = droids.patience
+        self._dialogue = Dialogue(session, profile, places, speech, droids.patience, api_key)
+        self._clocks = self._dialogue.clocks
         self._commands: deque[_Command] = deque()
-        self._clocks: dict[str, float] = {}
-        self._draft: _Draft | None = None
-        self._failure: tuple[str, str] | None = None  # (kind, message): why it is being killed
+        self._draft: Draft | None = None
+        self._killing = False
         self._stopping = False
         self._starting = False  # somebody waits for `open`, and is told of a failure there
         self._over = asyncio.Event()
@@ -256,6 +192,11 @@ class AcpDroid:
             await self._command("stop")
             await self._over.wait()
 
+    def touch(self) -> None:
+        """A sign of life that came by another way than the agent's output."""
+        if self._clocks.is_set("silence"):
+            self._clocks.set("silence", self._patience.silence_s)
+
     async def open(self) -> None:
         """Open the conversation. Raises `DroidFailed`; then the process is gone."""
         self._starting = True
@@ -269,13 +210,13 @@ class AcpDroid:
         if self._stored.stage == "ready":
             self._opened.set_result(None)
         else:
-            self._set_clock("opening", self._patience.opening_s)
+            self._clocks.set("opening", self._patience.opening_s)
             if self._stored.stage == "initialize" and not self._stored.requests.is_open("initialize"):
                 self._commands.append(_Command(name="open", done=asyncio.get_running_loop().create_future()))
         if self._stored.cancelled is not None:
-            self._set_clock("cancel", self._patience.cancel_s)
+            self._clocks.set("cancel", self._patience.cancel_s)
         elif self._stored.turn is not None:
-            self._set_clock("silence", self._patience.silence_s)
+            self._clocks.set("silence", self._patience.silence_s)
         self._task = self._droids.processes.spawn(self._run())
 
     async def _command(
@@ -323,11 +264,11 @@ class AcpDroid:
         process.changed.clear()
         draft = self._draft
         if draft is None:
-            draft = self._draft = _Draft(conversation=self._stored, upto=process.output.start)
+            draft = self._draft = Draft(conversation=self._stored, upto=process.output.start)
         draft.upto = max(draft.upto, process.output.start)  # a piece of a long line may have been stored
         lines = process.output.lines(draft.upto)
         for line in lines:
-            self._take(draft, line)
+            self._dialogue.take(draft, line)
             if draft.ended is not None:
                 break
         while self._commands and draft.ended is None:
@@ -344,31 +285,31 @@ class AcpDroid:
         else:
             await self._wait()
 
-    def _is_due(self, draft: _Draft) -> bool:
+    def _is_due(self, draft: Draft) -> bool:
         if draft.must or draft.events or draft.inputs or draft.ended is not None or draft.told:
             return True
         since = draft.gathering_since
         if since is not None:
-            return _now() >= since + GATHER_S or self._process.exit is not None
+            return now() >= since + GATHER_S or self._process.exit is not None
         return draft.upto > self._process.output.start
 
     async def _wait(self) -> None:
         """Until something changed, or the next deadline."""
-        deadlines = list(self._clocks.values())
+        deadlines = [self._clocks.next]
         if self._draft is not None and self._draft.gathering_since is not None:
             deadlines.append(self._draft.gathering_since + GATHER_S)
         if self._process.link is None:
-            deadlines.append(_now() + LOOK_EVERY_S)
+            deadlines.append(now() + LOOK_EVERY_S)
         try:
-            async with asyncio.timeout_at(min(deadlines, default=None)):
+            async with asyncio.timeout_at(min((due for due in deadlines if due is not None), default=None)):
                 await self._process.changed.wait()
         except TimeoutError:
             if self._process.link is None and await self._process.was_ended():
                 self._let_go("the droid's box has ended")
 
-    async def _commit(self, draft: _Draft) -> None:
+    async def _commit(self, draft: Draft) -> None:
         """Store a draft; a database that does not take it is asked again."""
-        draft.events += self._speech.flush(draft.conversation.turn, draft.pieces)
+        draft.events += self._dialogue.speech.flush(draft.conversation.turn, draft.pieces)
         changed = draft.conversation is not self._stored
         told = conversations.stored(draft.conversation) if changed else None
         last: int | None = None
@@ -386,7 +327,7 @@ class AcpDroid:
         self._stored = draft.conversation
         self._told(draft, last)
 
-    async def _write(self, tx: Tx, draft: _Draft) -> int | None:
+    async def _write(self, tx: Tx, draft: Draft) -> int | None:
         """Inside the transaction."""
         events = list(draft.events)
         if draft.ended is not None:
@@ -396,7 +337,7 @@ class AcpDroid:
             return None
         return await self._droids.append(tx, self._session.id, events, self._droids.processes.clock.now())
 
-    def _told(self, draft: _Draft, last: int | None) -> None:
+    def _told(self, draft: Draft, last: int | None) -> None:
         """After the commit: wake whoever waits for it."""
         if last is not None:
             self._droids.after(self._session.id, last)
@@ -410,7 +351,7 @@ class AcpDroid:
 
     # -- commands -----------------------------------------------------------------------------------------------
 
-    def _obey(self, draft: _Draft, command: _Command) -> None:
+    def _obey(self, draft: Draft, command: _Command) -> None:
         if command.done.done():
             return  # whoever asked has gone
         if command.name == "prompt" and draft.conversation.turn is not None:
@@ -419,307 +360,63 @@ class AcpDroid:
         draft.told.append(command.done)
         match command.name:
             case "open":
-                self._ask_initialize(draft)
+                self._dialogue.open(draft)
             case "prompt":
-                self._begin(draft, command.turn, command.text)
+                self._dialogue.begin(draft, command.turn, command.text)
             case "cancel":
-                self._cancel(draft, "asked")
+                self._dialogue.cancel(draft, "asked")
             case "stop":
                 if not self._stopping:
                     self._stopping = True
                     self._process.close_input()
-                    self._set_clock("term", self._patience.stop_s)
+                    self._clocks.set("term", self._patience.stop_s)
                     if self._process.link is None:
                         self._process.lose("the droid was stopped while its keeper was away")
 
-    def _ask(self, draft: _Draft, purpose: str, method: str, params: object, *, secret: bool = False) -> None:
-        requests, line = draft.conversation.requests.ask(purpose, method, params)
-        draft.put(requests=requests)
-        draft.inputs.append(Input(data=line, secret=secret))
-
-    def _ask_initialize(self, draft: _Draft) -> None:
-        """With no file system and no terminal of ours: what the agent needs is in its box."""
-        capabilities = {"fs": {"readTextFile": False, "writeTextFile": False}, "terminal": False}
-        info = {"name": "oubliette", "version": "1"}
-        self._ask(
-            draft,
-            "initialize",
-            "initialize",
-            {"protocolVersion": ACP_VERSION, "clientCapabilities": capabilities, "clientInfo": info},
-        )
-        self._set_clock("opening", self._patience.opening_s)
-
-    def _begin(self, draft: _Draft, turn: int, text: str) -> None:
-        if draft.conversation.stage != "ready":
-            draft.put(waiting=Waiting(turn, text), last_turn=turn)
-            return
-        draft.events += self._speech.finish_message(None, draft.pieces)
-        self._speech.begin_turn(draft.pieces)
-        draft.put(turn=turn, last_turn=turn, waiting=None, cancelled=None, worked=False, calls={})
-        prompt = [{"type": "text", "text": text}]
-        self._ask(draft, "prompt", "session/prompt", {"sessionId": draft.conversation.agent_session, "prompt": prompt})
-        self._set_clock("silence", self._patience.silence_s)
-
-    def _cancel(self, draft: _Draft, why: str) -> None:
-        waiting = draft.conversation.waiting
-        if waiting is not None:
-            draft.put(waiting=None)
-            draft.ended = _Ended(turn=waiting.turn, outcome=Outcome(stop_reason="cancelled", text=""))
-        elif draft.conversation.turn is not None and draft.conversation.cancelled is None:
-            draft.put(cancelled=why)
-            told = {"sessionId": draft.conversation.agent_session}
-            draft.inputs.append(Input(data=jsonrpc.notification("session/cancel", told)))
-            self._clocks.pop("silence", None)
-            self._set_clock("cancel", self._patience.cancel_s)
-
     # -- deadlines ----------------------------------------------------------------------------------------------
 
-    def _set_clock(self, name: str, seconds: float) -> None:
-        self._clocks[name] = _now() + seconds
-
-    def _look_at_clocks(self, draft: _Draft) -> None:
-        now = _now()
-        for name in [name for name, due in self._clocks.items() if due <= now]:
-            del self._clocks[name]
+    def _look_at_clocks(self, draft: Draft) -> None:
+        for name in self._clocks.rung():
             self._ring(draft, name)
+        if self._dialogue.failure is not None and not self._killing:
+            self._kill()
 
-    def _ring(self, draft: _Draft, name: str) -> None:
+    def _ring(self, draft: Draft, name: str) -> None:
         """A deadline has passed."""
         match name:
-            case "silence" if self._droids.waits(self._session.id):
-                self._set_clock("silence", self._patience.silence_s)
             case "silence":
-                self._cancel(draft, "silence")
+                self._dialogue.cancel(draft, "silence")
             case "cancel":
-                self._kill("turn_stuck", f"the droid did not stop its turn within {self._patience.cancel_s:g} s")
+                self._dialogue.fail(
+                    "turn_stuck", f"the droid did not stop its turn within {self._patience.cancel_s:g} s"
+                )
             case "opening":
                 waited = {"session": draft.conversation.method, "mode": "session/set_mode"}
                 method = waited.get(draft.conversation.stage, "initialize")
-                self._kill("droid_failed", f"the droid did not answer {method} within {self._patience.opening_s:g} s")
+                self._dialogue.fail(
+                    "droid_failed", f"the droid did not answer {method} within {self._patience.opening_s:g} s"
+                )
             case "term":
                 self._droids.processes.spawn(self._process.signal("TERM"))
-                self._set_clock("end", self._patience.stop_s)
+                self._clocks.set("end", self._patience.stop_s)
             case "end":
-                self._kill("stopped", "the droid was stopped")
+                self._dialogue.fail("stopped", "the droid was stopped")
             case _:
                 self._process.lose("the droid's process could not be killed")
 
-    def _kill(self, kind: str, message: str) -> None:
+    def _kill(self) -> None:
         """Kill the process group; what it did not say by then is not waited for."""
-        if self._failure is None:
-            self._failure = (kind, message)
-        self._clocks = {"killed": _now() + self._patience.kill_s}
+        self._killing = True
+        self._clocks.only("killed", self._patience.kill_s)
         self._droids.processes.spawn(self._process.signal("KILL"))
 
-    # -- what the agent says ------------------------------------------------------------------------------------
-
-    def _take(self, draft: _Draft, line: Line) -> None:
-        """Understand one line."""
-        draft.upto = line.end
-        if "silence" in self._clocks:
-            self._set_clock("silence", self._patience.silence_s)
-        if line.data is None:
-            draft.warn("line_too_long", "the agent sent a line over 8 MiB, which was passed over")
-            return
-        data = line.data
-        if self._secret is not None and self._secret in data:
-            data = data.replace(self._secret, REDACTED)
-        if not data.strip():
-            return
-        match peer.receive(data):
-            case Noise(shown=shown):
-                draft.warn("noise", f"the agent wrote a line that is no message: {shown}")
-            case Notification(method="session/update", params=params):
-                self._updated(draft, params.get("update"))
-            case Notification():
-                pass  # the agent's own; JSON-RPC lets them be
-            case Request() as request:
-                self._asked(draft, request)
-            case Answer() as answer:
-                self._answered(draft, answer)
-
-    def _updated(self, draft: _Draft, update: object) -> None:
-        conversation = draft.conversation
-        if conversation.is_replaying:
-            return
-        turn = conversation.turn
-        meaning = translation.translate(update, turn, conversation.calls)
-        if meaning.chunk is not None:
-            if draft.gathering_since is None:
-                draft.gathering_since = _now()
-            draft.events += self._speech.hear(meaning.chunk, turn, draft.pieces)
-            if turn is None:
-                draft.events += self._speech.finish_message(None, draft.pieces)
-        if meaning.begins_call:
-            draft.events += self._speech.finish_message(turn, draft.pieces)
-        elif meaning.events:
-            draft.events += self._speech.flush(turn, draft.pieces)
-        draft.events += meaning.events
-        if turn is not None:
-            if meaning.calls is not None:
-                draft.put(calls=meaning.calls)
-            if not conversation.worked and (meaning.chunk is not None or meaning.calls is not None):
-                draft.put(worked=True)
-
-    def _asked(self, draft: _Draft, request: Request) -> None:
-        if request.method != "session/request_permission":
-            failure = jsonrpc.ErrorObject(jsonrpc.METHOD_NOT_FOUND, f"not offered here: {request.method[:80]}")
-            draft.inputs.append(Input(data=jsonrpc.error(request.id, failure)))
-            return
-        call = peer.as_object(request.params.get("toolCall")) or {}
-        options = [option for option in map(peer.as_object, peer.as_list(request.params.get("options"))) if option]
-        if draft.conversation.cancelled is not None:
-            decision = permissions.CANCELLED
-        else:
-            decision = permissions.decide(self._session.autonomy, call.get("kind"), options)
-        draft.inputs.append(Input(data=jsonrpc.result(request.id, decision.outcome)))
-        call_id, title = call.get("toolCallId"), call.get("title")
-        draft.events += self._speech.flush(draft.conversation.turn, draft.pieces)
-        draft.events.append(
-            PermissionDecided(
-                tool_call_id=call_id if isinstance(call_id, str) else None,
-                tool_name=title if isinstance(title, str) else None,
-                decision=decision.word,
-            )
-        )
-
-    def _answered(self, draft: _Draft, answer: Answer) -> None:
-        requests, purpose = draft.conversation.requests.answered(answer.id)
-        if purpose is None:
-            draft.warn("unknown_answer", "the agent answered a request that was not open")
-            return
-        draft.put(requests=requests)
-        result = peer.as_object(answer.result) or {}
-        match purpose:
-            case "prompt":
-                self._turn_answered(draft, answer, result)
-            case "initialize":
-                self._initialized(draft, answer, result)
-            case "session":
-                self._session_opened(draft, answer, result)
-            case _:
-                if answer.failure is not None:
-                    message = f"the agent refused its mode {self._profile.mode}: {answer.failure}"
-                    self._kill("droid_failed", message)
-                else:
-                    self._ready(draft)
-
-    # -- opening ------------------------------------------------------------------------------------------------
-
-    def _initialized(self, draft: _Draft, answer: Answer, result: Mapping[str, Any]) -> None:
-        if answer.failure is not None:
-            self._kill("droid_failed", f"the agent refused to start: {answer.failure}")
-            return
-        version = result.get("protocolVersion")
-        if version != ACP_VERSION:
-            self._kill("droid_failed", f"the agent speaks ACP {version!r}, not {ACP_VERSION}")
-            return
-        method = "session/new"
-        if draft.conversation.continues is not None:
-            capabilities = peer.as_object(result.get("agentCapabilities")) or {}
-            more = peer.as_object(capabilities.get("sessionCapabilities")) or {}
-            if self._profile.resume == "resume" and more.get("resume") is not None:
-                method = "session/resume"
-            elif capabilities.get("loadSession") is True:
-                method = "session/load"
-        self._open_session(draft, method)
-
-    def _open_session(self, draft: _Draft, method: str) -> None:
-        places = self._places
-        env = [{"name": "OUBLIETTE_SOCKET", "value": places.socket}]
-        if draft.conversation.needs_key:
-            if self._api_key is None:
-                message = "the server stopped while the droid was starting, and keys are never stored: give it again"
-                self._kill("needs_key", message)
-                return
-            env.append({"name": "OUBLIETTE_API_KEY", "value": self._api_key})
-        server = {
-            "name": "oubliette",
-            "command": places.python,
-            "args": ["-I", "-S", places.program, "client"],
-            "env": env,
-        }
-        params: dict[str, Any] = {"cwd": places.workspace, "mcpServers": [server]}
-        if method != "session/new":
-            params["sessionId"] = draft.conversation.continues
-        draft.put(stage="session", method=method)
-        self._ask(draft, "session", method, params, secret=draft.conversation.needs_key)
-        self._set_clock("opening", self._patience.opening_s)
-
-    def _session_opened(self, draft: _Draft, answer: Answer, result: Mapping[str, Any]) -> None:
-        method = draft.conversation.method
-        if answer.failure is not None:
-            if method == "session/new":
-                self._kill("droid_failed", f"the agent did not open a session: {answer.failure}")
-                return
-            draft.warn(
-                "conversation_lost", f"the agent could not go on where it was ({answer.failure}): it starts anew"
-            )
-            self._open_session(draft, "session/new")
-            return
-        agent_session = result.get("sessionId") if method == "session/new" else draft.conversation.continues
-        if not isinstance(agent_session, str):
-            self._kill("droid_failed", f"the agent answered {method} without a session id")
-            return
-        draft.put(agent_session=agent_session)
-        if self._profile.mode is None:
-            self._ready(draft)
-            return
-        draft.put(stage="mode")
-        self._ask(draft, "mode", "session/set_mode", {"sessionId": agent_session, "modeId": self._profile.mode})
-        self._set_clock("opening", self._patience.opening_s)
-
-    def _ready(self, draft: _Draft) -> None:
-        self._clocks.pop("opening", None)
-        draft.put(stage="ready")
-        waiting = draft.conversation.waiting
-        if waiting is not None:
-            self._begin(draft, waiting.turn, waiting.text)
-
-    # -- the end of a turn, and of it all -----------------------------------------------------------------------
-
-    def _turn_answered(self, draft: _Draft, answer: Answer, result: Mapping[str, Any]) -> None:
-        conversation = draft.conversation
-        turn = conversation.turn
-        assert turn is not None
-        self._clocks.pop("silence", None)
-        self._clocks.pop("cancel", None)
-        draft.events += self._speech.finish_message(turn, draft.pieces)
-        outcome = Outcome(stop_reason="error", text=self._speech.text)
-        if answer.failure is not None:
-            outcome = replace(outcome, error=str(answer.failure), error_kind="agent_error")
-        else:
-            stop_reason = result.get("stopReason")
-            used = translation.usage(result.get("usage"), turn)
-            outcome = replace(
-                outcome,
-                stop_reason=stop_reason if isinstance(stop_reason, str) else "unknown",
-                usage=_counts(used) if used is not None else None,
-            )
-            if used is not None:
-                draft.events.append(used)
-            if stop_reason == "end_turn" and not conversation.worked:
-                draft.warn("empty_turn", "the agent ended its turn without a word or a tool call")
-        if conversation.cancelled is not None:
-            outcome = self._cancelled(conversation.cancelled, outcome)
-        self._speech.begin_turn(draft.pieces)
-        draft.put(turn=None, cancelled=None, calls={})
-        draft.ended = _Ended(turn=turn, outcome=outcome)
-
-    def _cancelled(self, why: str, outcome: Outcome) -> Outcome:
-        """Agents word it in many ways; one that had finished when it was asked to stop has finished."""
-        if why == "silence":
-            message = f"the droid gave no sign of life for {self._patience.silence_s:g} s: its turn was cancelled"
-            return replace(outcome, stop_reason="cancelled", error=message, error_kind="turn_silent")
-        if outcome.error is not None:
-            return replace(outcome, stop_reason="cancelled", error=None, error_kind=None)
-        return outcome
+    # -- the end of it all --------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
         """The process is gone, or nothing more is to be had from it."""
         process = self._process
-        if self._failure is not None:
-            kind, message = self._failure
+        if self._dialogue.failure is not None:
+            kind, message = self._dialogue.failure
         elif self._stopping:
             kind, message = "stopped", "the droid was stopped"
         elif process.lost is not None:
@@ -731,23 +428,20 @@ class AcpDroid:
         await self._finish(kind, message)
 
     def _last_words(self) -> str:
-        words = bytes(self._process.last_words)
-        if self._secret is not None:
-            words = words.replace(self._secret, REDACTED)
-        shown = words.decode("utf-8", "replace").strip()
+        shown = self._dialogue.redacted(bytes(self._process.last_words)).decode("utf-8", "replace").strip()
         return f"; its last words: {shown[-1000:]}" if shown else ""
 
     async def _finish(self, kind: str, message: str) -> None:
         """Store the end, then tell everybody."""
-        draft = self._draft or _Draft(conversation=self._stored, upto=self._process.output.start)
+        draft = self._draft or Draft(conversation=self._stored, upto=self._process.output.start)
         conversation = draft.conversation
         turn = conversation.turn
         if turn is None and conversation.waiting is not None:
             turn = conversation.waiting.turn
         if draft.ended is None:
-            draft.events += self._speech.finish_message(conversation.turn, draft.pieces)
+            draft.events += self._dialogue.speech.finish_message(conversation.turn, draft.pieces)
             if turn is not None:
-                draft.ended = _Ended(turn=turn, outcome=self._last_outcome(conversation, kind, message))
+                draft.ended = Ended(turn=turn, outcome=self._last_outcome(conversation, kind, message))
         last = await self._process.finish(lambda tx: self._write(tx, draft))
         if last is not None:
             self._droids.after(self._session.id, last)
@@ -759,7 +453,7 @@ class AcpDroid:
 
     def _last_outcome(self, conversation: Conversation, kind: str, message: str) -> Outcome:
         stop_reason = "cancelled" if kind == "stopped" or conversation.cancelled is not None else "error"
-        outcome = Outcome(stop_reason=stop_reason, text=self._speech.text)
+        outcome = Outcome(stop_reason=stop_reason, text=self._dialogue.speech.text)
         if kind == "stopped":
             return outcome
         if conversation.cancelled == "silence":
@@ -771,6 +465,7 @@ class AcpDroid:
         if self._over.is_set():
             return
         self._over.set()
+        self._process.abandon()
         draft, self._draft = self._draft, None
         waiting = [command.done for command in self._commands] + (draft.told if draft is not None else [])
         self._commands.clear()
@@ -792,12 +487,3 @@ def _filled(word: str, known: Mapping[str, str]) -> str:
 def _failed(kind: str, message: str) -> DroidFailed:
     """The word for programs is `droid_failed`; the finer one is a detail of it."""
     return DroidFailed(message, reason=kind)
-
-
-def _counts(used: Usage) -> dict[str, int]:
-    counts = {"input_tokens": used.input_tokens, "output_tokens": used.output_tokens, "total_tokens": used.total_tokens}
-    return {name: count for name, count in counts.items() if count is not None}
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

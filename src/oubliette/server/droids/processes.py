@@ -20,17 +20,14 @@ from typing import Any
 import msgspec
 
 from oubliette.server.clock import Clock
+from oubliette.server.droids.assembly import Assembly
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.errors import BoxFailed, OublietteError
 from oubliette.server.storage.database import Database, Row, Tx
-from oubliette.wire.relay import FRAME_BYTES_MAX, KEEPER_HELD_BYTES_MAX, Accepted, Exited, ProcessState, Stdout
+from oubliette.wire.relay import KEEPER_HELD_BYTES_MAX, Accepted, Exited, ProcessState, Stdout
 
 logger = logging.getLogger(__name__)
 
-LINE_BYTES_MAX = FRAME_BYTES_MAX
-PIECE_BYTES = 256 * 1024  # a line this long without its end is stored in pieces
-BATCH_BYTES = 1024 * 1024
-BATCH_LINES = 256
 STDIN_CHUNK_BYTES = 512 * 1024
 LAST_WORDS_BYTES = 4096
 EARLY_FRAMES_MAX = 4096  # what a keeper may say in the moment before its rows are read
@@ -52,14 +49,6 @@ class TakenOver(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A whole line; `data` is None for one that was longer than the bound and was passed over."""
-
-    data: bytes | None
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """A line for the process. What is `secret` is kept in memory only."""
 
@@ -74,77 +63,6 @@ class Exit:
 
     def __str__(self) -> str:
         return f"killed by signal {self.signal}" if self.signal is not None else f"exit code {self.code}"
-
-
-class Assembly:
-    """Numbered bytes in, whole lines out. Nothing leaves it before `settle`, so a failed commit can be repeated."""
-
-    def __init__(self, start: int, partial: bytes = b"", *, skipping: bool = False) -> None:
-        self.start = start  # the offset of the first byte that is not settled
-        self._bytes = bytearray()
-        self._partial = partial  # settled bytes of a line whose end has not come
-        self._skipping = skipping  # that line is over the bound: its bytes are not kept
-        self._tail: int = start  # where the unfinished line begins, and
-        self._scanned: int = start  # how far its end was looked for
-
-    @property
-    def end(self) -> int:
-        """The offset after the last byte that arrived."""
-        return self.start + len(self._bytes)
-
-    def add(self, offset: int, data: bytes) -> bool:
-        """Take what is new of a frame; False where bytes are missing before it."""
-        if offset > self.end:
-            return False
-        self._bytes += data[self.end - offset :]
-        return True
-
-    def lines(self, after: int) -> list[Line]:
-        """Whole lines behind `after`, which is the end of a line; a batch at most."""
-        found: list[Line] = []
-        begin = after
-        while len(found) < BATCH_LINES and begin - after < BATCH_BYTES:
-            look_from = self._scanned if begin == self._tail else begin
-            newline = self._bytes.find(b"\n", look_from - self.start)
-            if newline < 0:
-                self._tail, self._scanned = begin, self.end
-                break
-            data: bytes | None = bytes(self._bytes[begin - self.start : newline])
-            if begin == self.start:
-                data = None if self._skipping else self._partial + data
-            if data is not None and len(data) > LINE_BYTES_MAX:
-                data = None
-            begin = self.start + newline + 1
-            found.append(Line(data=data, end=begin))
-        return found
-
-    def piece(self) -> bytes | None:
-        """The beginning of a line that grows too long to wait for its end; to be asked after `lines` found none."""
-        if len(self._bytes) < PIECE_BYTES or self._tail != self.start or self._scanned != self.end:
-            return None
-        return bytes(self._bytes)
-
-    @property
-    def overflows(self) -> bool:
-        """Whether the unfinished line is over the bound already."""
-        return self._skipping or len(self._partial) + len(self._bytes) > LINE_BYTES_MAX
-
-    def settle(self, end: int) -> None:
-        """Everything before `end`, the end of a line, is stored."""
-        if end > self.start:
-            del self._bytes[: end - self.start]
-            self.start = end
-            self._partial, self._skipping = b"", False
-            if self._tail < end:
-                self._tail = self._scanned = end
-
-    def settle_piece(self, piece: bytes, *, skipped: bool) -> None:
-        """This beginning of a line is stored, or was passed over."""
-        del self._bytes[: len(piece)]
-        self.start += len(piece)
-        self._tail = self._scanned = self.start
-        self._partial = b"" if skipped else self._partial + piece
-        self._skipping = skipped
 
 
 class Process:
@@ -472,10 +390,14 @@ class Process:
         link = self.link
         if link is not None and self.exit is not None:
             link.notify("ack", {"process": self.id, "offset": self.output.end})
+        self.abandon()
+        return result
+
+    def abandon(self) -> None:
+        """It is somebody else's, or nobody's: stop looking after it."""
         self.state = "ended"
         self._wants_input.set()
         self._processes.forget(self)
-        return result
 
     async def was_ended(self) -> bool:
         """Whether its row was ended by whoever ended its box."""
