@@ -99,14 +99,14 @@ class LocalBoxes:
                 _kill_tree(started.launcher)
                 raise
         except BaseException:
-            self.discard(spec.box_id)
+            await self.discard(spec.box_id)
             raise
         return Box(box_id=spec.box_id, session_id=spec.session_id, handle=handle)
 
-    def discard(self, box_id: str) -> None:
+    async def discard(self, box_id: str) -> None:
         """Take away the door and folder of a box that did not come to be."""
         self._doors.close(box_id)
-        self.folders.of(box_id).remove()
+        await asyncio.to_thread(self.folders.of(box_id).remove)
 
     async def launch(self, plan: Launch, key: str, folder: Folder, judge: Judge) -> Started:
         starting = asyncio.get_running_loop().run_in_executor(None, launch.start, plan, key, folder.log)

@@ -75,7 +75,7 @@ class BubblewrapRuntime:
         self._boxes = LocalBoxes(home)
         self._home = home
         self._bwrap = bwrap
-        self._pythons = tuple(pythons) if pythons is not None else (Python(SYSTEM_PYTHON), own_python())
+        self._pythons = pythons
         self._program: Path | None = None
         self._chosen: Python | None = None
         self._choosing = asyncio.Lock()
@@ -95,7 +95,7 @@ class BubblewrapRuntime:
         note = self._boxes.folders.of(box_id).read()
         python = note.handle.get("python") if note is not None else None
         return Places(
-            python=python or (self._chosen or self._pythons[0]).inside,
+            python=python or (self._chosen or Python(SYSTEM_PYTHON)).inside,
             program=PROGRAM,
             socket=SOCKET,
             workspace=WORKSPACE,
@@ -109,7 +109,7 @@ class BubblewrapRuntime:
         try:
             python = await self._python()
         except BaseException:
-            self._boxes.discard(spec.box_id)
+            await self._boxes.discard(spec.box_id)
             raise
         plan = functools.partial(self._plan, spec, python)
         return await self._boxes.start(spec, plan, proof.leaks, {"python": python.inside})
@@ -130,9 +130,8 @@ class BubblewrapRuntime:
         """The first Python that starts a box, tried once. Raises `NotConfigured`."""
         async with self._choosing:
             if self._chosen is None:
-                self._refuse_exposed_home()
                 problem = ""
-                for python in self._pythons:
+                for python in await asyncio.to_thread(self._candidates):
                     try:
                         await self._try(python)
                         self._chosen = python
@@ -168,6 +167,10 @@ class BubblewrapRuntime:
         if self._program is None:
             self._program = pack(self._home / "programs")
         return self._program
+
+    def _candidates(self) -> Sequence[Python]:
+        self._refuse_exposed_home()
+        return self._pythons if self._pythons is not None else (Python(SYSTEM_PYTHON), own_python())
 
     def _refuse_exposed_home(self) -> None:
         home = self._home.resolve()
