@@ -27,5 +27,6 @@ PROMISE_POLL_S = 30.0  # what a poll, a page or a watch promises of the next
 EVENTS_PER_SESSION = 100_000
 EVENT_BYTES_PER_SESSION = 64 * 1024 * 1024
 LIST_MAX = 200
+OFFSET_MAX = 1_000_000_000  # beyond it a database's integers end
 NAME_CHARS = 200
 TEXT_CHARS = 10_000

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
-from oubliette.server.limits import LIST_MAX, NAME_CHARS, TEXT_CHARS
+from oubliette.server.limits import LIST_MAX, NAME_CHARS, OFFSET_MAX, TEXT_CHARS
 from oubliette.server.operations.choices import ChosenAutonomy
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.projects import projects
@@ -15,7 +15,7 @@ from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Scope
 
 Limit = Annotated[int, Meta(ge=1, le=LIST_MAX, description="At most so many.")]
-Offset = Annotated[int, Meta(ge=0, description="Skip so many: the next page is offset + limit.")]
+Offset = Annotated[int, Meta(ge=0, le=OFFSET_MAX, description="Skip so many: the next page is offset + limit.")]
 ProjectId = Annotated[str, Meta(description="The project's id.")]
 
 

@@ -12,6 +12,7 @@ from oubliette.server.limits import (
     LIST_MAX,
     MESSAGE_BYTES,
     NAME_CHARS,
+    OFFSET_MAX,
     PROMISE_ANSWER_S,
     PROMISE_POLL_S,
     WAIT_S_MAX,
@@ -110,7 +111,7 @@ class SessionList(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     status: Annotated[list[State], Meta(description="Only sessions in one of these states.")] = []
     parent_session_id: Annotated[str | None, Meta(description="Only children of this one.")] = None
     limit: Annotated[int, Meta(ge=1, le=LIST_MAX)] = 50
-    offset: Annotated[int, Meta(ge=0)] = 0
+    offset: Annotated[int, Meta(ge=0, le=OFFSET_MAX)] = 0
 
 
 class TurnShown(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -420,6 +420,13 @@ async def test_no_arguments_are_a_bug_of_the_server(data: st.DataObject, wire: W
     assert "result" in body, (chosen["name"], arguments, body)
 
 
+@pytest.mark.parametrize("name", ["project_list", "session_list"])
+async def test_a_number_that_no_database_holds_is_refused(name: str, wire: Wire, project: str) -> None:
+    arguments = {"project_id": project} if name == "session_list" else {}
+    told = await failure(wire, await wire.session(), name, offset=2**70, **arguments)
+    assert told["kind"] == "invalid_params"
+
+
 async def test_a_request_outlives_a_killed_server_on_the_same_mcp_session(wire: Wire, server: ServerProcess) -> None:
     project = (await server.ask("project_create", name="killed"))["id"]
     session = await wire.session()
