@@ -22,10 +22,13 @@ HELD = relay.KEEPER_HELD_BYTES_MAX
 # Says its pid and its child's, and stays; the child has a session of its own where asked for.
 FAMILY = """
 import os, sys, time
+ready, tell = os.pipe()
 child = os.fork()
 if child == 0:
     if "away" in sys.argv: os.setsid()
+    os.write(tell, b"x")
     time.sleep(600)
+os.read(ready, 1)
 print(os.getpid(), child, flush=True)
 if "leave" in sys.argv: sys.exit(7)
 time.sleep(600)
