@@ -51,7 +51,7 @@ class ServerProcess:
                 self.mark,
                 cwd=ROOT,
                 env={**environment, "PYTHONPATH": str(ROOT / "src")},
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
             )
@@ -79,6 +79,19 @@ class ServerProcess:
         assert self._process is not None
         async with asyncio.timeout(30):
             return await self._process.wait()
+
+    async def held(self) -> str:
+        """Wait until it stands still at its mark (one that ends with `=`); the name of it."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async with asyncio.timeout(30):
+            return json.loads(await self._process.stdout.readline())["at"]
+
+    def go_on(self) -> None:
+        """Let it go on from where it stands."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
 
     async def restart(self, *, mark: str = "") -> None:
         """Start it again on the same home, after it ended however it did."""

@@ -1,0 +1,324 @@
+"""Any of the parties is killed at any named commit point, and the droid's call succeeds inside its deadline.
+
+How often the tool really ran is counted at the caller; the outcome is delivered exactly once.
+"""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import oubliette
+from oubliette import Caller
+from tests.kit.inhabitants import inhabitants, namespace
+from tests.kit.lender import lending
+from tests.kit.mcp_caller import McpCaller
+from tests.kit.records import records
+from tests.kit.scene import Scene, Turn, lent, planned, scene
+from tests.kit.server import ServerProcess
+
+# The commit points that one relayed call passes, in their order.
+CALL = (
+    "call:after_row",
+    "call:after_commit",
+    "call:announced",
+    "end:after_row",
+    "end:after_commit",
+    "end:told",
+    "answer:before_reply",
+    "call:before_reply",
+)
+# Those of progress, and of an operation of the platform.
+PROGRESS = ("progress:after_row", "progress:after_commit")
+OPERATION = ("operation:before_reply",)
+WORK = {
+    "name": "work",
+    "inputSchema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+}
+PLAN = [
+    {"tool": "ant_work", "args": {"n": 7}, "expect": {"is_error": False, "equals": {"did": 7}}},
+    {"say": "done: $last"},
+]
+
+
+def test_every_commit_point_of_the_product_is_in_the_matrix() -> None:
+    source = Path(oubliette.__file__).parent / "server"
+    found = {name for path in source.rglob("*.py") for name in re.findall(r'mark\("([^"]+)"\)', path.read_text())}
+    assert found == {*CALL, *PROGRESS, *OPERATION}
+
+
+@asynccontextmanager
+async def stage(folder: Path, mark: str) -> AsyncGenerator[tuple[Scene, str]]:
+    """A server with a mark, and a session at rest that may call `work`."""
+    async with (
+        ServerProcess(folder / "home", mark=mark, disconnect_grace_s=10, client_grace_s=1) as server,
+        scene(server) as here,
+        here.caller(stream=False) as starter,
+    ):
+        yield here, await here.rest(starter, context=lent([WORK]))
+
+
+async def begin(here: Scene, session_id: str, plan: list[dict[str, Any]] = PLAN) -> None:
+    """Give the droid its turn, by a door that is nobody's presence."""
+    await here.server.ask("session_message", session_id=session_id, message=planned(plan))
+
+
+def delivered_once(here: Scene, session_id: str, turn: Turn, outcome: str = "answered") -> None:
+    """One row, one record of the request, one end."""
+    (row,) = records(here.server.home, "calls", session_id=session_id, kind="caller_tool")
+    assert row["state"] == outcome
+    (request,) = turn.of("caller_tool_request")
+    assert request["request_id"] == row["request_id"]
+    (resolved,) = turn.of("caller_tool_resolved")
+    assert resolved["outcome"] == outcome
+    ends = [
+        one["outcome"]
+        for one in records(here.server.home, "audit", target=row["request_id"])
+        if one["outcome"] != "asked" and not one["outcome"].startswith("refused")
+    ]
+    assert ends, "its end is in the trail"
+    indices = [event["index"] for event in turn.events]
+    assert indices == list(range(len(indices)))
+
+
+def worked_once(here: Scene, session_id: str, turn: Turn) -> None:
+    turn.worked()
+    assert 'done: {"did":7}' in turn.text.replace('": 7', '":7')
+    calls = [event for event in turn.results if event.get("tool_name") == "ant_work" or "did" in str(event)]
+    assert len(calls) == 1
+    delivered_once(here, session_id, turn)
+
+
+@dataclass
+class Foreign:
+    """A caller without a library: it runs what it has not run yet, and gives what it has as often as it is asked."""
+
+    caller: McpCaller
+    ran: list[int] = field(default_factory=list[int])
+    answers: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    async def serve(self) -> None:
+        while True:
+            request = await self.caller.requests.get()
+            if request["request_id"] not in self.answers:
+                self.ran.append(request["arguments"]["n"])
+                self.answers[request["request_id"]] = {"did": request["arguments"]["n"]}
+            try:
+                await self.caller.answer(request, self.answers[request["request_id"]])
+            except (aiohttp.ClientError, ConnectionError, AssertionError):
+                continue  # the server died; it will ask again, or had the answer
+
+
+@asynccontextmanager
+async def foreign(here: Scene, session_id: str) -> AsyncGenerator[Foreign]:
+    """A foreign caller that is there for the session and answers."""
+    async with here.caller() as caller, asyncio.TaskGroup() as tasks:
+        await caller.call("session_events", session_id=session_id, max_events=1)
+        one = Foreign(caller)
+        serving = tasks.create_task(one.serve())
+        try:
+            yield one
+        finally:
+            serving.cancel()
+
+
+# -- the server is killed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.seed("CTR-DATA.2")
+@pytest.mark.parametrize("point", CALL)
+async def test_a_killed_server_joins_droid_and_our_caller_again(tmp_path: Path, point: str) -> None:
+    ran: list[int] = []
+    async with (
+        stage(tmp_path, point) as (here, session_id),
+        Caller(here.server.url, here.server.token, caller_id="ant") as caller,
+    ):
+
+        @caller.tool
+        def work(n: int) -> dict[str, int]:
+            ran.append(n)
+            return {"did": n}
+
+        await caller.attach(session_id)
+        await begin(here, session_id)
+        assert await here.server.died() == -signal.SIGKILL
+        await here.server.restart()
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert ran == [7], "the tool ran once"
+
+
+@pytest.mark.parametrize("point", CALL)
+async def test_a_killed_server_joins_droid_and_a_foreign_caller_again(tmp_path: Path, point: str) -> None:
+    async with stage(tmp_path, point) as (here, session_id), foreign(here, session_id) as one:
+        await begin(here, session_id)
+        assert await here.server.died() == -signal.SIGKILL
+        await here.server.restart()
+        await one.caller.open_stream()
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert one.ran == [7], "the tool ran once"
+
+
+# Points that are passed again after a death at the one before.
+ONE_AFTER_THE_OTHER = ("call:after_row", "call:after_commit", "end:after_row", "end:after_commit", "call:before_reply")
+
+
+async def test_a_server_killed_over_and_over_still_delivers_once(tmp_path: Path) -> None:
+    async with stage(tmp_path, ONE_AFTER_THE_OTHER[0]) as (here, session_id), foreign(here, session_id) as one:
+        await begin(here, session_id)
+        for point in (*ONE_AFTER_THE_OTHER[1:], ""):
+            assert await here.server.died() == -signal.SIGKILL
+            await here.server.restart(mark=point)
+            await one.caller.open_stream()
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert one.ran == [7]
+
+
+@pytest.mark.parametrize("point", OPERATION)
+async def test_a_killed_server_does_not_do_an_operation_twice(tmp_path: Path, point: str) -> None:
+    async with ServerProcess(tmp_path / "home", mark=point) as server, scene(server) as here:
+        key = await here.token("write")
+        plan = [
+            {"tool": "oubliette_project_create", "args": {"name": "only one"}, "expect": {"is_error": False}},
+            {"say": "made $last.id"},
+        ]
+        async with here.caller() as caller:
+            session_id = await here.start(caller, plan, oubliette_api_key=key["token"])
+            assert await server.died() == -signal.SIGKILL
+            await server.restart()
+            turn = (await here.turn(session_id)).worked()
+        (made,) = (await server.ask("project_list", name_contains="only one"))["projects"]
+        assert f"made {made['id']}" in turn.text
+        assert len(records(server.home, "audit", operation="project_create", token_id=key["id"])) == 1
+
+
+@pytest.mark.parametrize("point", PROGRESS)
+async def test_a_server_killed_over_progress_keeps_the_call(tmp_path: Path, point: str) -> None:
+    async with stage(tmp_path, point) as (here, session_id), here.caller() as caller:
+        await caller.call("session_events", session_id=session_id, max_events=1)
+        await begin(here, session_id)
+        request = await caller.request()
+        names = {"session_id": session_id, "request_id": request["request_id"]}
+        with pytest.raises((aiohttp.ClientError, ConnectionError)):
+            await caller.call("caller_tool_progress", **names, progress=1, extend_seconds=300)
+        await here.server.died()
+        await here.server.restart()
+        await caller.open_stream()
+        again = await caller.request()
+        assert again["request_id"] == request["request_id"]
+        moved = again["deadline_at"] - request["deadline_at"] > 200
+        assert moved is (point == "progress:after_commit"), "moved if, and only if, it was committed"
+        await caller.answer(again, {"did": 7})
+        worked_once(here, session_id, await here.turn(session_id, 2))
+
+
+# -- the client in the box is killed ----------------------------------------------------------------------------------
+
+
+def clients(box: str) -> list[int]:
+    """The client programs that run in a box."""
+    found = [(pid, (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")) for pid in inhabitants(box)]
+    return [pid for pid, argv in found if b"client" in argv]
+
+
+@pytest.mark.parametrize("point", CALL)
+async def test_a_killed_client_is_an_error_of_its_droid_and_of_nothing_else(tmp_path: Path, point: str) -> None:
+    """The droid's MCP server is gone for good: no call hangs, none ends twice, and the next session is fine."""
+    async with stage(tmp_path, f"{point}=") as (here, session_id), foreign(here, session_id) as one:
+        box = namespace(here.folder(session_id))
+        await begin(here, session_id)
+        assert await here.server.held() == point
+        (client,) = clients(box)
+        os.kill(client, signal.SIGKILL)
+        here.server.go_on()
+        turn = await here.turn(session_id, 2)
+        assert turn.failure, "an agent whose MCP server died does not go on in silence"
+        assert len(one.ran) <= 1
+        await here.until(session_id, "caller_tool_resolved")
+        (row,) = records(here.server.home, "calls", session_id=session_id)
+        assert row["state"] in ("answered", "cancelled")
+        fresh = await here.start(one.caller, PLAN, context=lent([WORK]))
+        (await here.turn(fresh)).worked()
+
+
+@pytest.mark.parametrize("point", CALL)
+async def test_a_client_that_comes_back_with_its_key_gets_the_outcome_once(tmp_path: Path, point: str) -> None:
+    call: dict[str, Any] = {"tool": "work", "arguments": {"n": 7}, "call_key": "the same"}
+    async with stage(tmp_path, f"{point}=") as (here, session_id), foreign(here, session_id) as one:
+        async with here.box(session_id, instance="me") as box:
+            await box.request("caller_tool", **call)
+            assert await here.server.held() == point
+            box.abort()
+        here.server.go_on()
+        async with here.box(session_id, instance="me") as box:
+            assert (await box.ask("caller_tool", **call))["result"] == {"did": 7}
+            assert (await box.ask("caller_tool", **call))["result"] == {"did": 7}, "and again"
+        (row,) = records(here.server.home, "calls", session_id=session_id)
+        assert row["state"] == "answered"
+        assert len([event for event in await here.events(session_id) if event["type"] == "caller_tool_resolved"]) == 1
+    assert one.ran == [7]
+
+
+async def test_a_client_that_does_not_come_back_gives_up_its_calls(tmp_path: Path) -> None:
+    async with stage(tmp_path, "") as (here, session_id), here.caller() as caller:
+        await caller.call("session_events", session_id=session_id, max_events=1)
+        async with here.box(session_id, instance="me") as box:
+            await box.request("caller_tool", tool="work", arguments={"n": 1}, call_key="k")
+            request = await caller.request()
+        await caller.until("caller_tool_cancelled", request_id=request["request_id"])
+        assert not (await caller.answer(request, 1))["accepted"]
+        async with here.box(session_id, instance="another") as box:
+            told = await box.ask("caller_tool", tool="work", arguments={"n": 1}, call_key="k")
+            assert told["error"]["data"]["kind"] == "client_gone", "the stored outcome"
+
+
+# -- the caller is killed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", CALL)
+async def test_our_caller_killed_and_started_again_takes_its_calls_up(tmp_path: Path, point: str) -> None:
+    ran = tmp_path / "ran"
+    async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
+        first = await stack.enter_async_context(lending(here.server.url, here.server.token, ran, session_id))
+        await begin(here, session_id)
+        assert await here.server.held() == point
+        await first.kill()
+        here.server.go_on()
+        await stack.enter_async_context(lending(here.server.url, here.server.token, ran, session_id))
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert ran.read_text() == "7\n", "the tool ran once"
+
+
+@pytest.mark.parametrize("point", CALL)
+async def test_a_foreign_caller_that_is_replaced_loses_no_call(tmp_path: Path, point: str) -> None:
+    async with stage(tmp_path, f"{point}=") as (here, session_id):
+        async with foreign(here, session_id) as one:
+            await begin(here, session_id)
+            assert await here.server.held() == point
+            await one.caller.drop()
+        here.server.go_on()
+        async with foreign(here, session_id) as two:
+            worked_once(here, session_id, await here.turn(session_id, 2))
+    assert one.ran + two.ran == [7]
+
+
+async def test_a_caller_killed_in_the_middle_of_its_tool_is_asked_again(tmp_path: Path) -> None:
+    """Nobody can know whether it took effect: at the caller a tool runs at least once, and is told so."""
+    async with stage(tmp_path, "") as (here, session_id):
+        async with here.caller() as caller:
+            await caller.call("session_events", session_id=session_id, max_events=1)
+            await begin(here, session_id)
+            first = await caller.request()
+        async with foreign(here, session_id) as two:
+            worked_once(here, session_id, await here.turn(session_id, 2))
+            (again,) = [one for one in two.caller.heard if one["type"] == "caller_tool_request"]
+    assert two.ran == [7]
+    assert again["request_id"] == first["request_id"]
+    assert again["redelivery"] >= 1
