@@ -26,6 +26,7 @@ class FakeServer:
         self.revoked = False  # POST answers 401
         self.refused_posts = 0
         self.streams = 0  # so many were opened
+        self.polls = 0  # so many are open
         self.hang_ups = 0  # so many answers or messages are taken and the connection closed before a reply
         self.refusals: dict[str, dict[str, Any]] = {}  # by request id: what an answer is told
         self.answers: list[dict[str, Any]] = []  # arguments of caller_tool_response as they came
@@ -243,11 +244,16 @@ class FakeServer:
         return {"requests": [{"request_id": name, "arguments": value} for name, value in self._large.items()]}
 
     async def _caller_tool_poll(self, arguments: Any) -> dict[str, Any]:
+        self.polls += 1
         try:
             async with asyncio.timeout(arguments["wait_seconds"]):
                 return {"requests": [await self._polled.get()]}
         except TimeoutError:
             return {"requests": []}
+        finally:
+            self.polls -= 1
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _project_list(self, arguments: Any) -> dict[str, Any]:
         names = ("demo", "demolition")
