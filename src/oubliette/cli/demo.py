@@ -202,7 +202,8 @@ def _check_isolation(seen: list[LoggedEvent], server: Server) -> None:
 
 def _hidden(server: Server) -> list[Path]:
     """What is on this machine and not in a box: the server's home with every session's folders, ours, the system's."""
-    return sorted({server.home, Path.home(), Path("/root"), Path("/run")})
+    places = {server.home, Path.home(), Path("/root"), Path("/run")} - {Path("/")}
+    return sorted(place for place in places if place == server.home or place.exists())
 
 
 def _check_boxes(home: Path) -> None:
