@@ -274,10 +274,11 @@ class Carriers:
         line.carries.add(reach_id)
         if former is not None:
             reach.carriers.remove(former)
-            if former is not stream:
-                former.unbound(reach_id)
         reach.carriers.append(stream)
-        stream.bound(reach_id)
+        if former is not stream:
+            if former is not None:
+                former.unbound(reach_id)
+            stream.bound(reach_id)
         self._arrived(reach_id, reach)
 
     def _drop(self, reach_ids: Iterable[str], stream: Stream) -> None:
