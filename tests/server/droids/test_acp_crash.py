@@ -189,6 +189,18 @@ async def test_a_cancelled_turn_is_still_cancelled_by_the_next_server(tmp_path: 
             assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_stuck")
 
 
+async def test_a_turn_that_was_silent_before_a_restart_is_watched_after_it(tmp_path: Path) -> None:
+    library = LaunchProfile(name="bad", argv=(sys.executable, "-I", "-S", acp_agent.__file__, ""))
+    async with asyncio.timeout(30), world(tmp_path, library, Patience(silence_s=0.5)) as made:
+        async with serving(made, epoch=1) as server:
+            droid = await server.start()
+            await server.begin(1, "")
+            await droid.prompt(1, "[]")
+        async with serving(made, epoch=2) as server:
+            assert await server.resume() is not None
+            assert (await server.session.over()).error_kind == "turn_silent"
+
+
 async def test_a_keeper_that_is_away_for_a_while_costs_nothing(tmp_path: Path) -> None:
     async with asyncio.timeout(30):
         wanted = await baseline(tmp_path / "baseline")

@@ -279,6 +279,16 @@ async def test_words_outside_a_turn_are_not_lost(tmp_path: Path) -> None:
         assert [outcome.text for _, outcome in server.session.outcomes] == ["x", "y"]
 
 
+async def test_the_keeper_of_another_box_cannot_speak_for_this_one(tmp_path: Path) -> None:
+    async with started(tmp_path) as (made, server, droid):
+        (kept,) = made.keeper.running
+        lie = json.dumps({"process": kept.name, "stream": "out", "offset": 1 << 40, "data": "AAAA"}).encode()
+        server.processes.told("box_2", "stdout", lie)
+        server.processes.told("box_2", "exited", json.dumps({"process": kept.name, "exit_code": 0}).encode())
+        assert (await turn(server, droid, {"act": "say", "text": "x"}, DONE)).text == "x"
+        assert server.session.losses == []
+
+
 async def test_a_lying_keeper_costs_the_droid_and_nothing_else(tmp_path: Path) -> None:
     async with started(tmp_path) as (made, server, droid):
         (kept,) = made.keeper.running
