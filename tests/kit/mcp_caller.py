@@ -1,7 +1,7 @@
 """A caller written by hand on plain HTTP, for both eras: every byte that it sends or sees can be asserted.
 
-It does what the protocol's text says and nothing a library would do for it: no retries, no reconnecting, no answers
-by itself. What it is told of caller tools lies in `requests`, everything it heard in `heard`.
+It does what the protocol's text says (it answers pings) and nothing a library would do beyond that: no retries, no
+reconnecting, no answers to droids by itself. What it is told of caller tools lies in `requests`, everything it heard in `heard`.
 """
 
 import asyncio
@@ -285,7 +285,9 @@ class McpCaller:
         async for data in _events(reply):
             told = json.loads(data)
             self._take(told)
-            if told.get("method") == "notifications/resources/updated":
+            if told.get("method") == "ping":
+                await self.post({"jsonrpc": "2.0", "id": told["id"], "result": {}})
+            elif told.get("method") == "notifications/resources/updated":
                 await self._read(told["params"]["uri"])
 
     async def _read(self, uri: str) -> None:
