@@ -13,13 +13,20 @@ import msgspec
 
 from oubliette.server.errors import InvalidParams, NotFound, Purged
 from oubliette.server.limits import EVENT_BYTES_PER_SESSION, EVENTS_PAGE, EVENTS_PER_SESSION, PAGE_BYTES
-from oubliette.server.storage.database import Database, Tx
+from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.events import Event
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 PURGE_EVERY = 64  # the bound is looked at once in so many events
 PURGE_ROWS = 500
+_APPEND = (
+    "UPDATE sessions SET next_index = next_index + ?, event_bytes = event_bytes + ? WHERE id = ?"
+    " RETURNING next_index, first_index, event_bytes"
+)
+_EVENT = "INSERT INTO events (session_id, idx, type, at, body) VALUES (?, ?, ?, ?, ?)"
+_SIZES = "SELECT idx, length(body) FROM events WHERE session_id = ? AND idx > ? ORDER BY idx LIMIT ?"
+_BODIES = "SELECT idx, at, body FROM events WHERE session_id = ? AND idx > ? AND idx <= ? ORDER BY idx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,38 +50,28 @@ class EventLog:
     async def append(self, tx: Tx, session_id: str, events: Sequence[Event], now: float) -> int:
         """Add events to a session's log; the last index so far (with no events, that of the log)."""
         bodies = [_encode(event) for event in events]
-        row = await tx.one(
-            "UPDATE sessions SET next_index = next_index + ?, event_bytes = event_bytes + ? WHERE id = ?"
-            " RETURNING next_index, first_index, event_bytes",
-            len(bodies),
-            sum(map(len, bodies)),
-            session_id,
-        )
+        row = await tx.one(_APPEND, len(bodies), sum(map(len, bodies)), session_id)
         if row is None:
             raise NotFound(f"no session {session_id}")
         end, first, size = row
         index = end - len(bodies)
         for event, body in zip(events, bodies, strict=True):
-            await tx.add(
-                "INSERT INTO events (session_id, idx, type, at, body) VALUES (?, ?, ?, ?, ?)",
-                session_id,
-                index,
-                event.__struct_config__.tag,
-                now,
-                body,
-            )
+            await tx.add(_EVENT, session_id, index, event.__struct_config__.tag, now, body)
             index += 1
-        over = end - first > self._events_kept or size > self._bytes_kept
-        if over and (end % PURGE_EVERY == 0 or end - first > self._events_kept + PURGE_EVERY or len(bodies) > 1):
+        if (end - first > self._events_kept or size > self._bytes_kept) and self._purges_now(end, first, size):
             await self._purge(tx, session_id, end=end, first=first, size=size)
         return end - 1
 
+    def _purges_now(self, end: int, first: int, size: int) -> bool:
+        """Once in so many events, or when the log is beyond its bounds by much."""
+        much = end - first > self._events_kept + PURGE_EVERY or size > self._bytes_kept + self._bytes_kept // 8
+        return end % PURGE_EVERY == 0 or much
+
     async def _purge(self, tx: Tx, session_id: str, *, end: int, first: int, size: int) -> None:
-        rows = await tx.all(
-            "SELECT idx, length(body) FROM events WHERE session_id = ? ORDER BY idx LIMIT ?", session_id, PURGE_ROWS
-        )
+        """Let the oldest go, so many at a time, until the rest is within the bounds; the last event always stays."""
+        rows = await tx.all(_SIZES, session_id, first - 1, PURGE_ROWS)
         for index, length in rows:
-            if end - first <= self._events_kept and size <= self._bytes_kept:
+            if (end - first <= self._events_kept and size <= self._bytes_kept) or first >= end - 1:
                 break
             first, size = index + 1, size - length
         await tx.run("DELETE FROM events WHERE session_id = ? AND idx < ?", session_id, first)
@@ -97,20 +94,13 @@ class EventLog:
                 raise Purged(
                     f"events before index {first} have been purged (oldest available: {first})", oldest_index=first
                 )
-            rows = await tx.all(
-                "SELECT idx, at, body FROM events WHERE session_id = ? AND idx > ? ORDER BY idx LIMIT ?",
-                session_id,
-                since_index,
-                max_events,
-            )
-            events: list[dict[str, Any]] = []
-            room = max_bytes
-            for index, at, body in rows:
-                room -= len(body)
-                if room < 0 and events:
-                    break
-                events.append({"session_id": session_id, "index": index, "at": at, **_decode(body)})
-            last = events[-1]["index"] if events else max(since_index, first - 1)
+            until = min(since_index + max_events, end - 1)
+            if until - since_index > 1:
+                # What does not fit is not read: an event may be large, and this is the loop.
+                until = _within(await tx.all(_SIZES, session_id, since_index, max_events), max_bytes, since_index)
+            rows = await tx.all(_BODIES, session_id, since_index, until)
+            events = [{"session_id": session_id, "index": index, "at": at, **_decode(body)} for index, at, body in rows]
+            last: int = rows[-1][0] if rows else max(since_index, first - 1)
             return Page(events=events, last_index=last, end_index=end - 1, first_index=first)
 
         return await self._database.read(read)
@@ -123,3 +113,14 @@ class EventLog:
             return row[0] - 1
 
         return await self._database.read(read)
+
+
+def _within(sizes: Sequence[Row], max_bytes: int, since_index: int) -> int:
+    """The last index up to which events fit into so many bytes; the first always does."""
+    last, room = since_index, max_bytes
+    for index, length in sizes:
+        room -= length
+        if room < 0 and last > since_index:
+            break
+        last = index
+    return last

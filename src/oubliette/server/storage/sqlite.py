@@ -3,13 +3,12 @@
 Two grades of durability. `process` (the default): a commit survives a killed process; units run on the loop, where
 a point query costs less than a thread hop would. `power`: a commit survives a power cut; the same units run in one
 writer thread that syncs the log, and whatever is asked during a sync shares the next one. In both a unit that fails
-takes nobody with it: it has a savepoint of its own, and where the disk refuses a whole group, each of its units is
-tried alone.
+takes nobody with it: a group in which something fails is undone, and each of its units is tried alone.
 """
 
 import asyncio
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -119,9 +118,8 @@ class SqliteDatabase:
         self._durability: Durability = durability
         try:
             # In `power` the writer lives in its thread; reads always happen on the loop, on their own connection.
-            self._connection = self._connect()
+            self._connection = self._connect(migrate)
             self._reader = self._connection if durability == "process" else self._connect()
-            migrate(self._connection)
         except sqlite3.Error as error:
             raise StorageFailed(f"{path} cannot be used as the database ({error}): restore a backup") from None
         self._tx = _Transaction(self._connection)
@@ -134,16 +132,22 @@ class SqliteDatabase:
         self._closed = False
         self._drained: asyncio.Future[None] | None = None
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, prepare: Callable[[sqlite3.Connection], None] | None = None) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self._path, isolation_level=None, check_same_thread=False, cached_statements=512, timeout=LOCKED_FOR_S
         )
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute(f"PRAGMA synchronous={'NORMAL' if self._durability == 'process' else 'FULL'}")
-        connection.execute("PRAGMA foreign_keys=ON")
-        connection.execute("PRAGMA wal_autocheckpoint=0")
-        connection.execute(f"PRAGMA journal_size_limit={CHECKPOINT_FROM_BYTES}")
-        connection.execute("PRAGMA cache_size=-16000")
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA synchronous={'NORMAL' if self._durability == 'process' else 'FULL'}")
+            connection.execute("PRAGMA foreign_keys=ON")
+            connection.execute("PRAGMA wal_autocheckpoint=0")
+            connection.execute(f"PRAGMA journal_size_limit={CHECKPOINT_FROM_BYTES}")
+            connection.execute("PRAGMA cache_size=-16000")
+            if prepare is not None:
+                prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     async def read(self, unit: Unit[T]) -> T:
