@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 # Programs that no Python package brings, and Debian's packages for them.
-NEEDED = {"bwrap": "bubblewrap", "git": "git"}
+NEEDED = {"bwrap": "bubblewrap", "git": "git", "ps": "procps"}
 
 # Found on PATH, where the environment's own programs come first.
 CHECKS = (

@@ -222,14 +222,16 @@ def needs(path: Path, *, uid: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_the_tests_need_is_named_where_we_are_not_root(tmp_path: Path):
-    write_program(tmp_path / "git", "#!/bin/sh\n")
+    for program in ("git", "ps"):
+        write_program(tmp_path / program, "#!/bin/sh\n")
     asked = needs(tmp_path, uid=1000)
     assert asked.returncode == 1
     assert asked.stderr == "test: the tests need Debian's bubblewrap: apt-get install bubblewrap\n"
 
 
 def test_what_the_tests_need_is_installed_where_we_are_root(tmp_path: Path):
-    write_program(tmp_path / "git", "#!/bin/sh\n")
+    for program in ("git", "ps"):
+        write_program(tmp_path / program, "#!/bin/sh\n")
     write_program(tmp_path / "apt-get", f'#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >>{tmp_path}/asked\n')
     assert needs(tmp_path, uid=0).returncode == 0
     assert tmp_path.joinpath("asked").read_text() == (

@@ -10,7 +10,7 @@ import pytest
 from oubliette.cli.local import connected
 from oubliette.cli.token import _state
 from oubliette.server.endpoints.local import local_door
-from oubliette.server.errors import NotFound
+from oubliette.server.errors import InvalidParams, NotFound
 from oubliette.server.home import Home, HomeLock
 
 TOKEN = {
@@ -88,6 +88,17 @@ async def test_a_refusal_ends_with_1_and_the_servers_words(home: Home):
         async with local_door(home.admin_socket, Door()):
             code, out, err = await oubliette(home.path, "token", "revoke", "beetle")
     assert (code, out, err) == (1, "", "oubliette: no such token: beetle\n")
+
+
+async def test_asking_wrongly_ends_with_2_whoever_says_so(home: Home):
+    async def door(operation: str, params: bytes) -> object:
+        raise InvalidParams("name: too short")
+
+    alone = await oubliette(home.path, "token", "create", "")
+    assert (alone[0], alone[1]) == (2, "")
+    with HomeLock(home):
+        async with local_door(home.admin_socket, door):
+            assert await oubliette(home.path, "token", "create", "") == (2, "", "oubliette: name: too short\n")
 
 
 async def test_a_server_that_just_took_the_lock_is_waited_for(home: Home):

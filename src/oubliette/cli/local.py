@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from oubliette.server.config import Settings
+from oubliette.server.endpoints.failures import CODES
 from oubliette.server.errors import Conflict, OublietteError, StorageFailed
 from oubliette.server.home import Home, HomeLock, address
 from oubliette.wire import jsonrpc
@@ -18,8 +19,7 @@ RETRY_S = 0.05
 LINE_BYTES_MAX = 8 * 1024 * 1024
 
 
-class Refused(OublietteError):
-    """The running server's own words."""
+_BY_KIND = {kind.kind: kind for kind in CODES}
 
 
 def ask(settings: Settings, operation: str, **params: Any) -> dict[str, Any]:
@@ -58,10 +58,14 @@ async def _ask_server(home: Home, operation: str, params: dict[str, Any]) -> dic
     frame = jsonrpc.decode_frame(line)
     if isinstance(frame.result, msgspec.Raw):
         return msgspec.json.decode(frame.result, type=dict[str, Any])
-    failure = msgspec.json.decode(
-        frame.error if isinstance(frame.error, msgspec.Raw) else b"{}", type=jsonrpc.ErrorObject
-    )
-    raise Refused(failure.message)
+    raise _failure(frame.error if isinstance(frame.error, msgspec.Raw) else msgspec.Raw(b"{}"))
+
+
+def _failure(told: msgspec.Raw) -> OublietteError:
+    """The server's error as what it was there: in this process it ends the same way."""
+    error = msgspec.json.decode(told, type=jsonrpc.ErrorObject)
+    kind = str((error.data or {}).get("kind"))
+    return _BY_KIND.get(kind, OublietteError)(error.message)
 
 
 async def connected(home: Home) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
