@@ -1,7 +1,8 @@
 """A caller written by hand on plain HTTP, for both eras: every byte that it sends or sees can be asserted.
 
 It does what the protocol's text says (it answers pings) and nothing a library would do beyond that: no retries, no
-reconnecting, no answers to droids by itself. What it is told of caller tools lies in `requests`, everything it heard in `heard`.
+reconnecting, no answers to droids by itself. What it is told of caller tools lies in `requests`, everything it heard
+in `heard`.
 """
 
 import asyncio

@@ -65,6 +65,7 @@ class SuspendingDatabase:
 
     async def write(self, unit: Unit[Any]) -> Any:
         await self._pause()
+        value: Any = None
         async with self._writing:
             for left in reversed(range(self._tries)):
                 self._writer.execute("BEGIN IMMEDIATE")

@@ -89,7 +89,7 @@ def test_any_json_is_a_result_even_one_that_looks_like_a_failure(value: object) 
         assert not ledger.is_repeat(ended.call, Stimulus.FAIL, "why")
 
 
-@pytest.mark.parametrize("first, second", list(itertools.product(Stimulus, ANSWERS)))
+@pytest.mark.parametrize("first, second", list(itertools.product(Stimulus, sorted(ANSWERS))))
 def test_a_second_answer_is_a_repeat_or_told_how_the_call_ended(first: Stimulus, second: Stimulus) -> None:
     ended = moved(CALL, first)
     assert ended is not None

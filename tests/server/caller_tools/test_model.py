@@ -225,7 +225,9 @@ class Trial:
             if ends:
                 assert mine[-1]["outcome"] == call.state
         asked = [
-            target for what, outcome, target in await self.world.audit() if (what, outcome) == ("caller_tool", "asked")
+            target or ""
+            for what, outcome, target in await self.world.audit()
+            if (what, outcome) == ("caller_tool", "asked")
         ]
         assert sorted(asked) == sorted(self.request_ids.values())
         for task, call in self.owed:
