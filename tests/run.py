@@ -4,6 +4,7 @@ With arguments only pytest runs, with these.
 """
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,9 @@ def main(arguments: list[str]) -> int:
     failed = [name for name, command in CHECKS if not passes(name, command)]
     if failed:
         say(f"failed: {', '.join(failed)}; pytest follows")
-    say("pytest")
+    # The processes of one run order sets alike, or they would collect different tests; the next run orders anew.
+    seed = os.environ.setdefault("PYTHONHASHSEED", str(random.randrange(1, 2**32)))
+    say(f"pytest, with PYTHONHASHSEED={seed}")
     code = subprocess.call([*PYTEST, "-n", "2"], cwd=ROOT)
     return code or bool(failed)
 
