@@ -471,6 +471,9 @@ class Toolbox:
     def __init__(self, declared: List[Json], cwd: str) -> None:
         self._changed = asyncio.Event()
         self.servers = [McpServer(one, cwd, self._changed.set) for one in declared]
+        variables = [as_object(variable) for one in declared for variable in as_list(one.get("env"))]
+        keys = [str(variable.get("value")) for variable in variables if "KEY" in str(variable.get("name"))]
+        self._secrets = [key.encode() for key in keys if len(key) >= 16]
 
     async def start(self) -> None:
         outcomes = await asyncio.gather(*(server.start() for server in self.servers), return_exceptions=True)
@@ -481,6 +484,12 @@ class Toolbox:
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self.servers))
+
+    def redacted(self, text: bytes) -> bytes:
+        """Without the keys that the servers were given, wherever a command may have found and printed them."""
+        for secret in self._secrets:
+            text = text.replace(secret, b"[redacted]")
+        return text
 
     def check(self) -> None:
         """Raises `RpcError` when a server has died or no longer lists."""
@@ -1025,7 +1034,7 @@ class Session:
 
     def save(self) -> None:
         """One file, replaced whole; the oldest entries go when it grows over its bound."""
-        entries = [dumps(entry) for entry in self.history]
+        entries = [self.toolbox.redacted(dumps(entry)) for entry in self.history]
         size = sum(map(len, entries))
         while size > HISTORY_BYTES_MAX and len(entries) > 1:
             size -= len(entries.pop(0))
