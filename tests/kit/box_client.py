@@ -93,6 +93,10 @@ class BoxClient:
             self._stash.append(frame)
         raise AssertionError(f"the connection closed before {method}")
 
+    def kept(self) -> list[dict[str, Any]]:
+        """Frames that came and that nobody asked for yet."""
+        return list(self._stash)
+
     async def ask(self, method: str, /, **params: Any) -> dict[str, Any]:
         """The whole answer to a request."""
         return await self.answer(await self.request(method, **params))
