@@ -217,14 +217,14 @@ def _check(desk: Desk, asked: relay.CallerTool, encoded: bytes) -> Tool:
     found = desk.tools.get(asked.tool)
     if found is None:
         raise UnknownTool(f"no caller tool is named {asked.tool[:128]!r} in this session")
-    tool, arguments = found
+    tool, schema = found
     if len(encoded) > ARGUMENTS_BYTES:
         raise TooLarge(f"the arguments are {len(encoded)} bytes; a caller tool takes at most {ARGUMENTS_BYTES}")
     if desk.closing is not None:
         raise CallCancelled(f"{tool.box_name} was not called: {desk.closing}")
     if len(desk.open) >= PENDING_CALLS_PER_SESSION:
         raise TooMany(f"{PENDING_CALLS_PER_SESSION} calls of this session wait for answers: wait for one to end")
-    arguments.check(asked.arguments)
+    schema.check(asked.arguments, encoded, tool.box_name)
     return tool
 
 

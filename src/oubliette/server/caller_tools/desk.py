@@ -4,18 +4,23 @@ All of it can be lost and is built anew from the rows.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
+from oubliette.server.caller_tools import schemas
 from oubliette.server.caller_tools.carriers import Announcement
-from oubliette.server.caller_tools.declaration import Arguments, Declaration, Tool
+from oubliette.server.caller_tools.declaration import Declaration, Tool
 from oubliette.server.caller_tools.ledger import Call, Stimulus
+from oubliette.server.caller_tools.schemas import Checked
 from oubliette.server.clock import Clock, Timer
-from oubliette.server.errors import NotFound, TooMany
+from oubliette.server.errors import NotFound, OublietteError, TooMany
 from oubliette.server.limits import INLINE_ARGUMENTS_BYTES, WAITERS_PER_CALL
 from oubliette.wire import naming, relay
+
+logger = logging.getLogger(__name__)
 
 Hear = Callable[[relay.Progress], None]
 
@@ -99,7 +104,7 @@ class Desk:
     owner: str
     tree: "Tree"
     declaration: Declaration | None = None
-    tools: dict[str, tuple[Tool, Arguments]] = field(default_factory=dict[str, tuple[Tool, Arguments]])
+    tools: dict[str, tuple[Tool, Checked]] = field(default_factory=dict[str, tuple[Tool, Checked]])
     open: dict[str, Open] = field(default_factory=dict[str, Open])
     keys: dict[str, Open] = field(default_factory=dict[str, Open])
     closing: str | None = None  # why no call enters any more
@@ -107,9 +112,16 @@ class Desk:
     def declare(self, declaration: Declaration | None) -> None:
         """Offer these tools, by their names in the box and by their declared names, which win."""
         self.declaration = declaration
-        checked = [(tool, Arguments(tool)) for tool in (declaration.tools if declaration is not None else ())]
-        self.tools = {tool.box_name: (tool, arguments) for tool, arguments in checked}
-        self.tools.update({tool.name: (tool, arguments) for tool, arguments in checked})
+        checked: list[tuple[Tool, Checked]] = []
+        for tool in declaration.tools if declaration is not None else ():
+            try:
+                checked.append((tool, schemas.checked(tool.input_schema)))
+            except OublietteError as refusal:
+                # Declared to an earlier version that took it: one tool less is better than no server.
+                extra = {"session_id": self.session_id, "tool": tool.name, "reason": refusal.message}
+                logger.warning("a stored caller tool is not usable any more", extra=extra)
+        self.tools = {tool.box_name: (tool, schema) for tool, schema in checked}
+        self.tools.update({tool.name: (tool, schema) for tool, schema in checked})
 
     def names_of(self, tool: str) -> tuple[str, str]:
         """A tool's two names, where it may not be declared any more."""
