@@ -5,12 +5,12 @@ import json
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
 import pytest_asyncio
-from hypothesis import HealthCheck, find, given, settings
+from hypothesis import find, given, settings
 
 from tests.kit.mcp_caller import McpCaller
 from tests.kit.raw_http import connected as http_connected
@@ -68,8 +68,24 @@ JSON = st.recursive(
     max_leaves=12,
 )
 METHODS = st.sampled_from(
-    ["attach", "caller_tool", "oubliette_tools", "oubliette_call_tool", "session_message", "session_events"]
-    + ["cancel", "progress", "listed", "caller_tools_config", "start", "stdin", "signal", "ack", "stdout", "exited"]
+    [
+        "attach",
+        "caller_tool",
+        "oubliette_tools",
+        "oubliette_call_tool",
+        "session_message",
+        "session_events",
+        "cancel",
+        "progress",
+        "listed",
+        "caller_tools_config",
+        "start",
+        "stdin",
+        "signal",
+        "ack",
+        "stdout",
+        "exited",
+    ]
 )
 PARAMS = st.dictionaries(
     st.sampled_from(
@@ -91,16 +107,13 @@ FRAMES = st.fixed_dictionaries(
     },
 ).map(lambda frame: json.dumps(frame).encode())
 LINES = FRAMES | st.binary(max_size=200).map(lambda line: line.replace(b"\n", b" "))
-BOUNDED = settings(
-    max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     """Values that hypothesis finds worth trying; async tests cannot be driven by it."""
     found: list[Any] = []
 
-    @settings(BOUNDED, max_examples=count)
+    @settings(max_examples=count, deadline=None, database=None, derandomize=True)
     @given(strategy)
     def collect(value: Any) -> None:
         found.append(value)
@@ -218,7 +231,7 @@ async def test_a_client_in_the_box_that_does_not_read_is_cut_and_the_others_go_o
         session_id = await here.rest(caller, context=lent([{"name": "any", "description": "x" * 16_000}] * 1))
         async with here.box(session_id, instance="slow") as slow, here.box(session_id) as other:
             # Each answer is about a megabyte, and nobody reads any.
-            slow.writer.transport.pause_reading()
+            slow.transport.pause_reading()
             big = "y" * 1_000_000
             for n in range(40):
                 try:
@@ -228,7 +241,7 @@ async def test_a_client_in_the_box_that_does_not_read_is_cut_and_the_others_go_o
                     break
                 await caller.answer(request, big)
             assert "result" in await other.ask("session_events", session_id=session_id)
-            slow.writer.transport.resume_reading()
+            slow.transport.resume_reading()
             read = 0
             while (frame := await slow.frame()) is not None:
                 read += len(frame.get("result") or "")
@@ -249,7 +262,7 @@ async def test_a_stream_that_is_not_read_is_cut_and_told_and_its_calls_go_anothe
                 [("Host", f"{host}:{port}"), *(caller.headers() | {"Accept": "text/event-stream"}).items()],
             )
             assert (await stuck.head()).status == 200
-            stuck.writer.transport.pause_reading()
+            cast("asyncio.Transport", stuck.writer.transport).pause_reading()
             async with here.box(session_id) as box:
                 text = "z" * 200_000
                 asked = [await box.request("caller_tool", tool="any", arguments={"t": text, "n": n}) for n in range(60)]
@@ -261,7 +274,7 @@ async def test_a_stream_that_is_not_read_is_cut_and_told_and_its_calls_go_anothe
                 for request in polled:
                     await caller.answer(request, request["arguments"]["n"])
                 assert sorted([(await box.answer(one))["result"] for one in asked]) == list(range(60))
-            stuck.writer.transport.resume_reading()
+            cast("asyncio.Transport", stuck.writer.transport).resume_reading()
             told = b""
             try:
                 async with asyncio.timeout(20):

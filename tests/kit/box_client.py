@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from oubliette.server.containers.folders import Folders
 
@@ -112,6 +112,10 @@ class BoxClient:
         while (frame := await self._next()) is not None:
             self._stash.append(frame)
         return True
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        return cast("asyncio.Transport", self.writer.transport)
 
     def abort(self) -> None:
         self.writer.transport.abort()
