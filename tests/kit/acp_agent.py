@@ -97,6 +97,12 @@ class Agent:
             self.write("x" * item["n"])
         elif name == "long-say":
             self.say("y" * item["n"])
+        elif name == "trickle":
+            for _ in range(item["n"]):
+                time.sleep(item["s"])
+                sys.stdout.write("z")
+                sys.stdout.flush()
+            self.write("")
         elif name == "half-a-line":
             sys.stdout.write('{"jsonrpc": "2.0", "meth')
             sys.stdout.flush()

@@ -205,6 +205,12 @@ async def test_a_turn_that_does_not_stop_is_killed(tmp_path: Path) -> None:
         assert made.keeper.running == []
 
 
+async def test_a_line_that_comes_slowly_is_no_silence(tmp_path: Path) -> None:
+    async with started(tmp_path) as (_, server, droid):
+        trickle = {"act": "trickle", "n": 10, "s": 0.1}
+        assert (await turn(server, droid, trickle, {"act": "say", "text": "x"}, DONE)).stop_reason == "end_turn"
+
+
 async def test_a_silent_turn_is_cancelled_and_says_why(tmp_path: Path) -> None:
     async with started(tmp_path) as (_, server, droid):
         outcome = await turn(server, droid, {"act": "say", "text": "hm"})

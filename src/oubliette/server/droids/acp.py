@@ -166,6 +166,7 @@ class AcpDroid:
         self._commands: deque[_Command] = deque()
         self._draft: Draft | None = None
         self._killing = False
+        self._heard_to = process.output.end
         self._stopping = False
         self._starting = False  # somebody waits for `open`, and is told of a failure there
         self._over = asyncio.Event()
@@ -266,6 +267,10 @@ class AcpDroid:
         if draft is None:
             draft = self._draft = Draft(conversation=self._stored, upto=process.output.start)
         draft.upto = max(draft.upto, process.output.start)  # a piece of a long line may have been stored
+        if process.output.end > self._heard_to:
+            # Any byte is a sign of life, the beginning of a long line too.
+            self._heard_to = process.output.end
+            self.touch()
         lines = process.output.lines(draft.upto)
         for line in lines:
             self._dialogue.take(draft, line)

@@ -187,8 +187,6 @@ class Dialogue:
     def take(self, draft: Draft, line: Line) -> None:
         """Understand one line."""
         draft.upto = line.end
-        if self.clocks.is_set("silence"):
-            self.clocks.set("silence", self._patience.silence_s)
         if line.data is None:
             draft.warn("line_too_long", "the agent sent a line over 8 MiB, which was passed over")
             return
