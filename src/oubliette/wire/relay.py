@@ -18,7 +18,7 @@ One JSON-RPC 2.0 object per line, both ways. The first line in is `attach`. Thre
 | `stdout`, `exited` | keeper | notification | numbered bytes of a process; its end |
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -45,13 +45,17 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pass
 
 
+# A place in a stream of bytes: what a peer says it is must fit into a database.
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
 class ProcessState(_Params, frozen=True):
     """What a keeper says of a process it keeps, at attach and in answer to `start`."""
 
     process: str
-    stdin_offset: int  # bytes of input accepted so far
-    stdout_from: int  # the oldest byte of output still held
-    stdout_to: int  # the end of output so far
+    stdin_offset: Offset  # bytes of input accepted so far
+    stdout_from: Offset  # the oldest byte of output still held
+    stdout_to: Offset  # the end of output so far
     exit_code: int | None = None
     exit_signal: int | None = None
 
@@ -160,13 +164,13 @@ class Stdin(_Params, frozen=True):
     """Input from `offset` on, base64; bytes the keeper already accepted are dropped, a gap is refused."""
 
     process: str
-    offset: int
+    offset: Offset
     data: str
     eof: bool = False
 
 
 class Accepted(_Params, frozen=True):
-    stdin_offset: int
+    stdin_offset: Offset
 
 
 class Signal(_Params, frozen=True):
@@ -177,7 +181,7 @@ class Signal(_Params, frozen=True):
 class Stdout(_Params, frozen=True):
     process: str
     stream: Literal["out", "err"]
-    offset: int  # of stream "out"; "err" is not numbered and may be dropped
+    offset: Offset  # of stream "out"; "err" is not numbered and may be dropped
     data: str
 
 

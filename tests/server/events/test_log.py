@@ -141,8 +141,10 @@ async def test_asking_beyond_the_end_is_an_error_and_at_the_end_is_none(store: D
     await say(store, log, "a")
     page = await log.page("s1", 0)
     assert (page.events, page.last_index, page.end_index) == ([], 0, 0)
-    with pytest.raises(InvalidParams, match="ahead of the log, which ends at 0"):
-        await log.page("s1", 1)
+    for ahead in (1, 2**80):
+        with pytest.raises(InvalidParams, match="ahead of the log, which ends at 0"):
+            await log.page("s1", ahead)
+    assert len((await log.page("s1", -(2**80))).events) == 1
 
 
 async def test_beyond_the_bound_the_oldest_go_and_who_asks_is_told_the_oldest(store: Database) -> None:

@@ -82,6 +82,7 @@ class EventLog:
     ) -> Page:
         """Events after `since_index` (-1: from the start). Raises `Purged` where the log no longer reaches back."""
         max_events = max(1, min(max_events, EVENTS_PAGE))
+        since_index = max(since_index, -1)
 
         async def read(tx: Tx) -> Page:
             row = await tx.one("SELECT first_index, next_index FROM sessions WHERE id = ?", session_id)
