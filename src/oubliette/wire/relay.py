@@ -187,7 +187,7 @@ class Stdout(_Params, frozen=True):
 
 class Ack(_Params, frozen=True):
     process: str
-    offset: int
+    offset: Offset
 
 
 class Exited(_Params, frozen=True):
