@@ -127,7 +127,10 @@ async def test_an_answer_is_sent_until_the_server_took_it() -> None:
         server.unavailable = 3
         assert (await server.ask("once", {}))["result"] == 7
         assert server.unavailable == 0
-        assert ran == [1, 1]
+        server.nonsense = 3
+        assert (await server.ask("once", {}, request_id="r3"))["result"] == 7
+        await server.until(lambda: [one["request_id"] for one in server.answers].count("r3") == 4)
+        assert ran == [1, 1, 1]
 
 
 async def test_an_answer_that_is_refused_for_good_is_not_sent_again() -> None:

@@ -21,6 +21,7 @@ class FakeServer:
         self.streams_refused = False  # GET answers 405
         self.streams_mute = False  # GET sends its head and nothing else
         self.replies_as_events = False  # POST answers as an event stream
+        self.nonsense = 0  # so many answers are replied to with what is no reply
         self.unavailable = 0  # so many POSTs are answered 503
         self.mute_answers = False  # answers are taken and never replied to
         self.revoked = False  # POST answers 401
@@ -187,6 +188,10 @@ class FakeServer:
             "structuredContent": value,
             "isError": is_error,
         }
+        if self.nonsense and name == "caller_tool_response":
+            self.nonsense -= 1
+            bodies = ("<html>", '{"jsonrpc":"2.0","id":1,"result":7}', "[]")
+            return web.Response(text=bodies[self.nonsense % 3], content_type="application/json")
         if self.replies_as_events:
             note = {"jsonrpc": "2.0", "method": "notifications/progress", "params": {}}
             body = b"".join(b"data: %b\n\n" % msgspec.json.encode(one) for one in (note, _reply(message, result)))

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -117,13 +116,11 @@ class Outbox:
 
     def _replied_otherwise(self, errand: Errand, response: Response) -> None:
         """An event stream, or a failure with its machine word."""
-        reply = messages.reply_in(response.content_type, response.body)
-        if reply is None:
-            self._send_later(errand)
+        try:
+            failure = _failure(response)
+        except msgspec.DecodeError:
+            self._send_later(errand)  # cut short, or not of our server
             return
-        failure: Any = messages.failure_of(reply)
-        if failure is None and reply.result is not msgspec.UNSET:
-            failure = messages.failure_in(messages.decode_tool_result(reply.result))
         if failure is None or "accepted" in failure.details:
             self._settle(errand)
         elif failure.details.get("retryable") is True:
@@ -146,3 +143,13 @@ class Outbox:
         self._open.pop(errand.asked.request_id, None)
         if not self._open:
             self._empty.set()
+
+
+def _failure(response: Response) -> CallerError | None:
+    """Why an answer was not taken, if it was not. Raises `DecodeError` for what is no reply."""
+    reply = messages.reply_in(response.content_type, response.body)
+    if reply is None:
+        raise msgspec.DecodeError("not a reply")
+    if reply.result is msgspec.UNSET:
+        return messages.failure_of(reply)
+    return messages.failure_in(messages.decode_tool_result(reply.result))
