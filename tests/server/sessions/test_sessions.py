@@ -116,6 +116,18 @@ async def test_cancelling_leaves_the_session_to_go_on(tmp_path: Path):
         assert (await here.run(project, '[{"say": "on"}]'))["result"] == "on"
 
 
+async def test_a_turn_cancelled_while_its_box_is_made_never_reaches_the_droid(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        started = await here.ask("session_message", project_id=project, message='<<plan [{"say": "reached"}]>>')
+        await until(here, started["session_id"], "user_message")
+        assert (await here.ask("session_cancel", session_id=started["session_id"]))["cancelled"]
+        await here.ask("session_watch", session_id=started["session_id"], wait_seconds=20)
+        (turn,) = (await here.ask("session_get", session_id=started["session_id"]))["turns"]
+        assert (turn["stop_reason"], turn["text"]) == ("cancelled", "")
+        assert (await here.run(project, '[{"say": "on"}]'))["result"] == "on"
+
+
 async def test_ending_a_session_ends_its_droid_its_calls_its_key_and_its_children(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project, ant = await here.project(), await here.caller("ant")

@@ -136,13 +136,18 @@ async def page_of_tree(
 ) -> tuple[list[dict[str, Any]], str]:
     """Events of a session and those below it, merged by time; the cursor holds how far each log was read."""
     read_to = _decoded(cursor) if cursor is not None else {session.id: since_index}
-    found: list[dict[str, Any]] = []
+    found: list[tuple[float, str, int, dict[str, Any]]] = []
     for one in await rooms.database.read(lambda tx: rows.tree(tx, session)):
-        since = read_to.get(one.id, -1)
-        page = await rooms.events.page(one.id, since, max_events=max_events, max_bytes=PAGE_BYTES // 4)
-        found.extend(page.events)
-    found.sort(key=lambda event: (event["at"], event["session_id"], event["index"]))
-    taken = found[:max_events]
+        page = await rooms.events.page(
+            one.id, read_to.get(one.id, -1), max_events=max_events, max_bytes=PAGE_BYTES // 4
+        )
+        latest = 0.0
+        for event in page.events:
+            # Two commits of one log may carry their times in the other order; the cursor may skip neither.
+            latest = max(latest, event["at"])
+            found.append((latest, one.id, event["index"], event))
+    found.sort(key=lambda item: item[:3])
+    taken = [event for *_, event in found[:max_events]]
     for event in taken:
         read_to[event["session_id"]] = event["index"]
     return taken, _encoded(read_to)

@@ -79,6 +79,7 @@ class LiveSession:
         self._droid: Droid | None = None
         self._loss: str | None = None
         self._listed = False
+        self._is_cancelled = False
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -107,9 +108,10 @@ class LiveSession:
         """Cancel the open turn, and what it waits for; False where none is open."""
         if self._open_turn is None:
             return False
+        self._is_cancelled = True  # a turn whose droid is still being made ends before it is told of it
         # The droid first: one that saw its call fail before it knew would go on with its plan. Most let go of their
         # calls by themselves; for those that forget to, the calls end here.
-        if self._droid is not None:
+        if self._droid is not None and self._droid.has_turn(self._open_turn):
             await self._droid.cancel()
             try:
                 async with asyncio.timeout(LET_GO_WITHIN_S):
@@ -167,28 +169,45 @@ class LiveSession:
                 return None
 
     async def _take(self, turn: rows.Turn) -> None:
-        """Give a turn to the droid and wait for its end; a turn that is open already is waited for."""
+        """See a turn to its end, whether it begins now or has been open since before a restart."""
         self._over.clear()
-        resumed = turn.state is TurnState.RUNNING
-        if self._droid is None and resumed:
-            await self._lost_turn(turn.number, "box_lost", self._loss or "the box of this turn is gone")
-            return
-        droid = await self._ready()
-        if not resumed and not await self._begin(turn):
-            return
+        self._is_cancelled = False
         self._open_turn = turn.number
-        if not resumed or not droid.has_turn(turn.number):
+        if turn.state is TurnState.QUEUED:
+            await self._start(turn)
+        elif self._droid is None:
+            await self._close(turn.number, _lost("box_lost", self._loss or "the box of this turn is gone"))
+        elif not await self._has_ended(turn.number):
+            await self._work(turn, self._droid)
+        self._open_turn = None
+        await self._rooms.exchange.cancel_all(self._id, "the turn is over")
+
+    async def _start(self, turn: rows.Turn) -> None:
+        droid = await self._ready()
+        if not await self._begin(turn):
+            return
+        if self._is_cancelled:
+            await self._close(turn.number, Outcome(stop_reason="cancelled", text=""))
+        else:
+            await self._work(turn, droid)
+
+    async def _work(self, turn: rows.Turn, droid: Droid) -> None:
+        """Give a turn to the droid, unless it has it already, and wait for the end."""
+        if not droid.has_turn(turn.number):
             await droid.prompt(turn.number, turn.prompt)
         timer = asyncio.get_running_loop().call_later(LISTED_WITHIN_S, self._look_for_tools)
         try:
             await self._wait_over(droid)
         finally:
             timer.cancel()
-            self._open_turn = None
         if self._loss is not None:
-            await self._lost_turn(turn.number, "droid_failed", self._loss)
+            await self._close(turn.number, _lost("droid_failed", self._loss))
             await self._clear()
-        await self._rooms.exchange.cancel_all(self._id, "the turn is over")
+
+    async def _has_ended(self, number: int) -> bool:
+        """Whether a turn that was open when it was looked up ended meanwhile."""
+        turns = await self._rooms.database.read(lambda tx: rows.turns(tx, self._id, last=100))
+        return all(turn.ended_at is not None for turn in turns if turn.number == number)
 
     async def _wait_over(self, droid: Droid) -> None:
         """Wait for the turn's end. A droid that waits for its caller is not silent: the caller has its own deadline."""
@@ -240,9 +259,8 @@ class LiveSession:
             self._rooms.following.wake(self._id, last)
         return last is not None
 
-    async def _lost_turn(self, number: int, kind: str, message: str) -> None:
-        """Close a turn whose droid will not close it any more."""
-        outcome = Outcome(stop_reason="error", text="", error=message, error_kind=kind)
+    async def _close(self, number: int, outcome: Outcome) -> None:
+        """Close a turn that its droid will not close."""
 
         async def write(tx: Tx) -> int:
             said = await self.turn_ended(tx, number, outcome)
@@ -273,7 +291,7 @@ class LiveSession:
 
     async def _fail(self, kind: str, message: str) -> None:
         if self._open_turn is not None:
-            await self._lost_turn(self._open_turn, kind, message)
+            await self._close(self._open_turn, _lost(kind, message))
         await self._say(Error(kind=kind, message=message))
         await self._finish(Move.FAIL, message)
 
@@ -330,3 +348,7 @@ class LiveSession:
             self._over.set()
         else:
             self._droid = None
+
+
+def _lost(kind: str, message: str) -> Outcome:
+    return Outcome(stop_reason="error", text="", error=message, error_kind=kind)
