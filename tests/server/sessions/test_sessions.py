@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from oubliette.server.errors import Conflict, Forbidden, InvalidParams, NotFound, TooMany, Unauthenticated
+from oubliette.server.errors import (
+    Conflict,
+    Forbidden,
+    InvalidParams,
+    NotConfigured,
+    NotFound,
+    TooMany,
+    Unauthenticated,
+)
 from oubliette.server.tokens.token import Actor, Scope
 from tests.kit.app import World, world
 
@@ -352,3 +360,30 @@ async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tm
             ("token_create", "refused: forbidden"),
         ]
         assert [token for _, _, token in rows] == [None, None, *[ant.token_id] * 4]
+
+
+async def test_without_isolation_the_built_in_droid_runs_and_refuses_commands(tmp_path: Path):
+    async with world(tmp_path / "h", runtime="process") as here:
+        project = await here.project()
+        assert (await here.run(project, '[{"list": true}]', context=TOOLS))["result"].startswith("ant_echo")
+        refused = await here.run(project, '[{"sh": "touch /tmp/oubliette-was-here"}]')
+        assert "command" in refused["error"]
+        assert not Path("/tmp/oubliette-was-here").exists()
+
+
+async def test_commands_run_without_isolation_only_where_that_was_asked_for(tmp_path: Path):
+    async with world(tmp_path / "h", runtime="process", unsafe_no_sandbox=True) as here:
+        project = await here.project()
+        done = await here.run(project, '[{"sh": "echo from the workspace"}, {"say": "$last"}]')
+        assert "from the workspace" in done["result"]
+
+
+async def test_where_boxes_cannot_be_made_a_session_is_refused_with_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bwrap there
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        with pytest.raises(NotConfigured, match="bubblewrap"):
+            await here.run(project, '[{"say": "x"}]')
+        assert (await here.ask("session_list", project_id=project))["sessions"] == []

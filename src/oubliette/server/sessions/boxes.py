@@ -38,7 +38,7 @@ class OpenBox:
     """A running box whose door this server keeps."""
 
     box: Box
-    places: Places
+    runtime: Runtime
     relay_key_hash: bytes
     keeper_key_hash: bytes
     lost: Callable[[str], None]
@@ -49,6 +49,11 @@ class OpenBox:
     @property
     def id(self) -> str:
         return self.box.box_id
+
+    @property
+    def places(self) -> Places:
+        """Where things are in there; known once the box was made."""
+        return self.runtime.places(self.id)
 
 
 class Boxes:
@@ -108,7 +113,7 @@ class Boxes:
         provisional = Box(box_id=spec.box_id, session_id=session_id, handle={})
         one = self._open[spec.box_id] = OpenBox(
             provisional,
-            self._runtime.places(spec.box_id),
+            self._runtime,
             _hash(spec.relay_key),
             _hash(spec.keeper_key),
             lost,
@@ -160,7 +165,7 @@ class Boxes:
             return None
         box = Box(box_id=row[0], session_id=session_id, handle=json.loads(row[1]))
         key = ids.new_key()
-        one = OpenBox(box, self._runtime.places(box.box_id), _hash(key), row[2], lost)
+        one = OpenBox(box, self._runtime, _hash(key), row[2], lost)
         if not await self._runtime.is_alive(box):
             await self.end(one)
             return None
