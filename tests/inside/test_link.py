@@ -42,7 +42,9 @@ def test_what_the_usual_parser_takes_is_taken_and_nothing_else(text: str) -> Non
         assert decode(text.encode()) == expected
 
 
-@pytest.mark.parametrize("line", [b"", b" ", b"{", b"{} {}", b"NaN", b"-Infinity", b'{"a":NaN}', b"\xff", b"1 x"])
+@pytest.mark.parametrize(
+    "line", [b"", b" ", b"{", b"{} {}", b"NaN", b"-Infinity", b'{"a":NaN}', b"\xff", b"1 x", b"1\xc2\xa0"]
+)
 def test_what_is_not_one_json_value_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"JSON|Expecting|value|decode"):
         decode(line)

@@ -76,6 +76,7 @@ def _refuse(constant: object) -> Any:
 
 
 _decoder = json.JSONDecoder(parse_constant=_refuse)
+_BLANK = " \t\n\r"  # what JSON calls white space, which is less than what Python does
 _make_scanner: Any = json.scanner.make_scanner
 _scan: Any = _make_scanner(_decoder)
 
@@ -90,7 +91,7 @@ def decode(line: bytes) -> Any:
         value, end = _scan(text, 0)
     except StopIteration:
         return _decoder.decode(text)  # white space in front, or an error worth its words
-    if end != len(text) and not text[end:].isspace():
+    if end != len(text) and text[end:].strip(_BLANK):
         raise ValueError("more than one value on a line")
     return value
 
