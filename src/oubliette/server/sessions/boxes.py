@@ -202,6 +202,24 @@ class Boxes:
 
         await self._database.write(write)
 
+    async def end_of(self, session_id: str) -> None:
+        """End what a session still has, by the rows: a box whose taking up was cut off is in nobody else's hands."""
+
+        async def read(tx: Tx) -> list[Row]:
+            return await tx.all(
+                "SELECT id, handle, keeper_key_hash FROM boxes WHERE session_id = ? AND state = 'running'"
+                " AND runtime = ?",
+                session_id,
+                self._runtime.name,
+            )
+
+        for box_id, handle, keeper_key_hash in await self._database.read(read):
+            one = self._open.get(box_id)
+            if one is None:
+                box = Box(box_id=box_id, session_id=session_id, handle=json.loads(handle))
+                one = OpenBox(box, self._runtime, b"", keeper_key_hash, lambda reason: None)
+            await self.end(one)
+
     async def reap(self) -> int:
         """End every box of this installation that no live session keeps; how many those were."""
 

@@ -134,6 +134,7 @@ class LiveSession:
         box, self._box = self._box, None
         if box is not None:
             await self._rooms.boxes.end(box)
+        await self._rooms.boxes.end_of(self._id)
 
     # -- its own task -------------------------------------------------------------------------------------------
 
