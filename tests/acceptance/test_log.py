@@ -1,12 +1,14 @@
 """The log of a session: dense, paged without loss, the same by push and by page; and what an end frees."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from oubliette.server.events.log import PURGE_EVERY
 from tests.kit.inhabitants import inhabitants, namespace
 from tests.kit.mcp_caller import McpCaller, Refused
 from tests.kit.records import records
@@ -79,7 +81,7 @@ async def test_push_and_page_together_are_exactly_the_log(here: Scene) -> None:
 
 async def test_beyond_the_bound_the_oldest_go_and_asking_for_them_names_the_oldest_that_is_kept(here: Scene) -> None:
     async with here.caller() as caller:
-        plan = [{"repeat": 40, "step": {"tool": "session_events", "args": {"session_id": "none"}}}]
+        plan = [{"repeat": 120, "step": {"tool": "session_events", "args": {"session_id": "none"}}}]
         session_id = await here.start(caller, plan, context=lent())
         (await here.turn(session_id)).worked()
         with pytest.raises(Refused) as refused:
@@ -87,8 +89,11 @@ async def test_beyond_the_bound_the_oldest_go_and_asking_for_them_names_the_olde
         assert refused.value.kind == "purged"
         shown = await caller.call("session_get", session_id=session_id)
         last = shown["last_index"]
-        oldest = last - 59
-        assert str(oldest) in refused.value.text
+        told = re.search(r"oldest available: (\d+)", refused.value.text)
+        assert told is not None
+        oldest = int(told[1])
+        # The oldest go some at a time: never fewer than the bound are kept, and never many more.
+        assert 60 <= last - oldest + 1 <= 60 + PURGE_EVERY
         kept = await paged(caller, session_id, 7, since=oldest - 1)
         assert [one["index"] for one in kept] == list(range(oldest, last + 1))
 
@@ -205,3 +210,19 @@ async def test_messages_for_a_busy_session_wait_their_turn_in_order(here: Scene)
         shown = await caller.call("session_get", session_id=session_id, turns=100)
         texts = [one["text"] for one in sorted(shown["turns"], key=lambda one: one["turn"])]
         assert texts == ["first", *(f"turn {n}" for n in range(2, 18))]
+
+
+async def test_a_session_that_is_ended_right_after_a_restart_leaves_nothing_either(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Its box is being taken up again at that very moment."""
+    async with ServerProcess(tmp_path_factory.mktemp("log") / "home") as server, scene(server) as here:
+        async with here.caller() as caller:
+            sessions = [await here.rest(caller, context=lent()) for _ in range(3)]
+        boxes = [namespace(here.folder(session_id)) for session_id in sessions]
+        await server.kill()
+        await server.restart()
+        for session_id in sessions:
+            await server.ask("session_end", session_id=session_id)
+        assert [inhabitants(box) for box in boxes] == [[], [], []]
+        assert list((server.home / "boxes").iterdir()) == []
