@@ -5,6 +5,7 @@ lock, database, what was open before, and only then the doors.
 """
 
 import asyncio
+import gc
 import logging
 import shutil
 import signal
@@ -58,6 +59,7 @@ from oubliette.server.tokens.tokens import Tokens
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 60.0
+GC_AFTER = 50_000
 FORGET_ROWS = 500
 FIRST_TOKEN = "first-admin"  # noqa: S105 - its name, not its secret
 # Who runs the command line on this machine, as this user: the kernel vouches for it, no token does.
@@ -99,6 +101,9 @@ async def serve(settings: Settings, *, ready: Callable[[Ready], None] | None = N
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     async with running(settings, mark=mark) as started:
+        # What was made so far lives as long as the server: the collector need not look at it again and again.
+        gc.freeze()
+        gc.set_threshold(GC_AFTER, 50, 100)
         if ready is not None:
             ready(started)
         await stop.wait()
