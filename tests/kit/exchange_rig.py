@@ -1,6 +1,7 @@
 """An exchange on a real database and a clock that the test moves; it can be killed and started again."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ TICKS = 200
 
 def database(kind: str, path: Path) -> Database:
     if kind == "suspending":
-        return SuspendingDatabase(path, seed=len(str(path)))
+        return SuspendingDatabase(path, seed=zlib.crc32(path.parent.name.encode()))
     return SqliteDatabase(path, durability="power" if kind == "power" else "process")
 
 

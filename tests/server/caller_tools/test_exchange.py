@@ -202,10 +202,11 @@ async def test_the_same_key_for_another_call_is_refused(world: Rig, caller: Hear
 
 
 async def test_a_key_counts_though_its_tool_was_removed(world: Rig, caller: Heard) -> None:
-    ended, open_ = world.call("ended"), world.call("open")
-    first, second = (await caller.next())["request_id"], (await caller.next())["request_id"]
-    await world.answer(first, 1)
+    ended = world.call("ended")
+    await world.answer((await caller.next())["request_id"], 1)
     assert await result(ended) == b"1"
+    open_ = world.call("open")
+    second = (await caller.next())["request_id"]
     world.exchange.open_desk(SESSION, SESSION, OWNER, tools("fresh"))
     again = [world.call("ended"), world.call("open")]
     await world.settle()

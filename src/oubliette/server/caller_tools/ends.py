@@ -6,8 +6,9 @@ deadline came, its owner or its droid is gone) is tried again until the database
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from oubliette.server import audit
 from oubliette.server.caller_tools import calls, ledger
@@ -63,7 +64,7 @@ class Ends:
     def move_deadline(self, one: Open, deadline_at: float) -> None:
         if deadline_at != one.call.deadline_at and one.ended is None:
             one.due += deadline_at - one.call.deadline_at
-            one.call = replace(one.call, deadline_at=deadline_at)
+            one.call = structs.replace(one.call, deadline_at=deadline_at)
             self.count_down(one)
 
     def _expire(self, one: Open) -> None:

@@ -6,9 +6,9 @@ served by `asking`, who answers by `answering` and `polling`, and every call end
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from oubliette.server.caller_tools import calls
 from oubliette.server.caller_tools.answering import Answering
@@ -179,7 +179,7 @@ class Exchange:
         if one is None:
             return None
         if redelivery > one.call.redelivery:
-            one.call = replace(one.call, redelivery=redelivery)
+            one.call = structs.replace(one.call, redelivery=redelivery)
             self._tasks.create_task(self._count_delivery(request_id, redelivery))
         return one.announcement()
 

@@ -6,10 +6,11 @@ is decided here; SQL only applies it, and nobody is told before the commit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
+from msgspec import structs
 
 from oubliette.server import errors
 from oubliette.wire.events import CallerToolCancelled, CallerToolResolved, Event
@@ -59,9 +60,11 @@ _FAILURES: Mapping[str, type[errors.CallFailed]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A row of the ledger. `outcome` is the JSON of the result, or of a `Failure`, once the call ended."""
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the ledger. `outcome` is the JSON of the result, or of a `Failure`, once the call ended.
+
+    A struct, though it crosses no wire: every call makes two, and this is a tenth of a frozen dataclass's price.
+    """
 
     request_id: str
     session_id: str
@@ -114,7 +117,7 @@ def ended(call: Call, stimulus: Stimulus, content: bytes | str = "", *, now: flo
         cancelled = CallerToolCancelled(request_id=call.request_id, tool=call.tool, reason=_WORDS[stimulus])
         events = (cancelled, resolved)
     return Ended(
-        call=replace(call, state=state, ended_at=at, outcome=outcome(call, stimulus, content)),
+        call=structs.replace(call, state=state, ended_at=at, outcome=outcome(call, stimulus, content)),
         events=events,
     )
 
