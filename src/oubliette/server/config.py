@@ -70,7 +70,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     outcomes_kept_s: Annotated[
         Seconds, Meta(description="How long the outcomes of calls are kept after their session ended.")
     ] = 86_400.0
-    events_kept: Annotated[Count, Meta(description="Events kept per session at least; then the oldest go, 64 at a time.")] = 100_000
+    events_kept: Annotated[
+        Count, Meta(description="Events kept per session at least; then the oldest go, 64 at a time.")
+    ] = 100_000
     event_bytes_kept: Annotated[Count, Meta(description="Bytes of events kept per session; then the oldest go.")] = (
         64 * 1024 * 1024
     )
