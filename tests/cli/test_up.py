@@ -104,6 +104,8 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path):
     assert refused.returncode == 2
     assert f"oubliette: cannot listen on 127.0.0.1:{port}" in refused.stderr
     assert "Traceback" not in refused.stderr
+    with up(tmp_path) as said:  # the start that failed has not spent the one showing of the first token
+        assert said["first_token"] is not None
 
 
 def test_tokens_are_made_listed_and_revoked_while_it_runs(tmp_path: Path):

@@ -141,9 +141,10 @@ async def locally(settings: Settings, operation: str, params: bytes) -> object:
 
 @asynccontextmanager
 async def _doors(settings: Settings, home: Home, database: Database, tasks: Tasks, mark: Mark) -> AsyncGenerator[Ready]:
+    # The address first: a start that cannot listen must not have shown, or lost, a first token.
+    listener = _listen(settings)
     app = App(settings, home, database, tasks, mark, await installation(database))
     first_token = await app.start()
-    listener = _listen(settings)
     async with McpEndpoint(
         app.product, app.mcp_sessions, doors=Doors([settings.host, *settings.allowed_hosts], settings.allowed_origins)
     ) as mcp:
