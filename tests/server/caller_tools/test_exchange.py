@@ -252,7 +252,10 @@ async def test_an_answer_from_who_read_the_log_may_come_before_the_announcement(
     answered = await world.answer(row[0], "quick")
     assert answered.accepted
     assert await result(call) == b'"quick"'
+    await world.settle()
     assert world.exchange.pending_count(SESSION) == 0
+    assert world.clock.waiting == 0
+    assert world.carriers._reaches[SESSION].on == {}
 
 
 async def test_progress_reaches_the_droid_and_moves_the_deadline_up_to_its_maximum(world: Rig, caller: Heard) -> None:
@@ -617,3 +620,62 @@ async def test_a_call_that_the_database_refuses_is_told_so_and_leaves_nothing(wo
     again = world.call()
     await world.answer((await caller.next())["request_id"], 1)
     assert await result(again) == b"1"
+
+
+class Died(Exception):
+    """The server is gone, at a named point."""
+
+
+POINTS = [
+    "call:after_row",
+    "call:after_commit",
+    "call:announced",
+    "progress:after_row",
+    "progress:after_commit",
+    "end:after_row",
+    "end:after_commit",
+    "end:told",
+    "answer:before_reply",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_wherever_the_server_dies_both_sides_repeat_themselves_and_it_happened_once(
+    world: Rig, caller: Heard, point: str
+) -> None:
+    dead = asyncio.Event()
+
+    def mark(name: str) -> None:
+        if name == point or dead.is_set():
+            dead.set()
+            raise Died(name)
+
+    async def caller_does(carrier: Heard) -> None:
+        request_id = (await carrier.next())["request_id"]
+        await world.extend(request_id, 30, message="working")
+        assert (await world.answer(request_id, "done")).accepted
+
+    world.mark = mark
+    call = world.call()
+    works = world.tasks.create_task(caller_does(caller))
+    async with asyncio.timeout(10):
+        await dead.wait()
+        await asyncio.wait((call, works), timeout=0.05, return_when=asyncio.ALL_COMPLETED)
+    await world.kill()
+    world.mark = world.marks.append
+    await world.start()
+    again = world.call()
+    await world.settle()
+    back = Heard()
+    world.exchange.attach(SESSION, back)
+    await world.settle()
+    if back.requests():
+        await caller_does(back)
+    assert await result(again) == b'"done"'
+    (row,) = await world.rows("request_id, state")
+    assert row[1] == "answered"
+    assert (await world.answer(row[0], "done")).repeated
+    log = [one["type"] for one in await world.log() if one["type"] != "caller_tool_progress"]
+    assert log == ["caller_tool_request", "caller_tool_resolved"]
+    audit = [(what, outcome) for what, outcome, _ in await world.audit() if what != "caller_tool_progress"]
+    assert audit == [("caller_tool", "asked"), ("caller_tool_response", "ok"), ("caller_tool_response", "repeated")]

@@ -138,3 +138,10 @@ def test_whatever_comes_in_whatever_order_there_is_one_end(stimuli: list[tuple[S
     assert call.state is expected
     assert ends == (expected is not State.PENDING)
     assert events == ends * (2 if expected in UNWANTED else 1)
+
+
+def test_a_result_that_looks_like_an_error_is_not_repeated_by_that_error() -> None:
+    stored = ledger.outcome(CALL, Stimulus.FAIL, "why")
+    ended = ledger.ended(CALL, Stimulus.ANSWER, stored, now=101.0, at=101.0)
+    assert ended is not None
+    assert not ledger.is_repeat(ended.call, Stimulus.FAIL, "why")

@@ -139,8 +139,6 @@ class Asking:
             one.due = self._ends.due(recorded.call)
             one.desk.enter(one)
         one.index = recorded.index
-        if one.desk.closing is not None:
-            one.cut = (Stimulus.CANCEL, one.desk.closing)
         if one.cut is None:
             self._ends.count_down(one)
             redelivery = one.call.redelivery + (0 if recorded.is_new else 1)
