@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 10.0
 # A heartbeat must be a larger number than the last one, and stay out of the way of numbers that the caller sends.
 PROGRESS_STEP = 0.001
-# Until the server has told its own: the seeds' 60 s and the margin.
+# Until the server has told its own: the specified 60 s and the margin.
 PATIENCE_S = 75.0
 CALLS_MAX = 1024
 HELD_BYTES_MAX = 64 * 1024 * 1024

@@ -189,5 +189,5 @@ class Known:
     BY_TAG: ClassVar[dict[str, type[Event]]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}
 
 
-# The logger of MCP push, as the seed writes it; clients match on `data.type`.
+# The logger of MCP push, as the specification writes it; clients match on `data.type`.
 LOGGER = "oubliette.session"

@@ -9,7 +9,7 @@ INVALID_REQUEST = -32600
 METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
-# The seeds' three.
+# The specification's own three.
 SERVER_ERROR = -32000
 UNAUTHENTICATED = -32001
 FORBIDDEN = -32002
@@ -26,7 +26,7 @@ class ErrorObject(msgspec.Struct, omit_defaults=True):
 class Frame(msgspec.Struct):
     """Anything that may arrive on a line: a request, a notification or a response, told apart by what is set.
 
-    `type` is how the seeds key `caller_tools_config`; receivers accept it where `method` is missing.
+    `type` is how the specification keys `caller_tools_config`; receivers accept it where `method` is missing.
     """
 
     jsonrpc: Any = msgspec.UNSET

@@ -61,7 +61,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class OfferedTool(msgspec.Struct, kw_only=True):
-    """A tool as it stands in `caller_tools`: the seeds' three fields, and what MCP tools carry beside them."""
+    """A tool as it stands in `caller_tools`: the specification's three fields, and what MCP tools carry beside them."""
 
     name: str
     description: str = ""

@@ -341,7 +341,7 @@ class Relay:
         assert connection.session_id is not None
         config = self._boxed.config(connection.session_id)
         if config is not None:
-            # Keyed by `type`, as the seeds have it, and by `method`, as JSON-RPC has it.
+            # Keyed by `type`, as the specification has it, and by `method`, as JSON-RPC has it.
             frame = {"jsonrpc": "2.0", "type": "caller_tools_config", "method": "caller_tools_config", "params": config}
             connection.send(msgspec.json.encode(frame) + b"\n")
 
