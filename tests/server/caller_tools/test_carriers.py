@@ -312,6 +312,7 @@ def test_what_is_forgotten_leaves_nothing(world: World) -> None:
     world.carriers.detach(TREE, watch)
     world.carriers.forget(TREE)
     world.carriers.forget(TREE)
+    assert world.carriers._lines["mcp-1"].carries == set()
     world.carriers.detach_stream("mcp-1", stream)
     assert (world.carriers._reaches, world.carriers._lines, world.clock.waiting) == ({}, {}, 0)
 
@@ -326,8 +327,11 @@ async def exchange(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGener
         yield made
 
 
-def poll(exchange: Rig, *known: str, wait_s: float = 30, **more: Any) -> asyncio.Task[list[dict[str, Any]]]:
-    return exchange.tasks.create_task(exchange.exchange.poll(SESSION, frozenset(known), wait_s, **more))
+def poll(
+    exchange: Rig, *known: str, wait_s: float = 30, session_id: str = SESSION, stream_id: str | None = None
+) -> asyncio.Task[list[dict[str, Any]]]:
+    asked = exchange.exchange.poll(session_id, frozenset(known), wait_s, stream_id=stream_id)
+    return exchange.tasks.create_task(asked)
 
 
 async def polled(task: asyncio.Task[list[dict[str, Any]]]) -> list[tuple[str, int]]:
@@ -457,7 +461,14 @@ async def test_who_declares_to_poll_is_waited_for_until_the_deadline(exchange: R
 
 
 async def test_the_end_of_a_session_answers_who_polls_for_it(exchange: Rig) -> None:
-    waiting = poll(exchange)
+    await exchange.session("child", root_id=SESSION)
+    waiting, waiting_for_child = poll(exchange), poll(exchange, session_id="child")
     await exchange.settle()
+    await exchange.exchange.close_desk("child", "over")
+    assert await polled(waiting_for_child) == []
+    await exchange.settle()
+    assert not waiting.done()
     await exchange.exchange.close_desk(SESSION, "over")
     assert await polled(waiting) == []
+    await exchange.settle()
+    assert (exchange.clock.waiting, exchange.carriers._reaches, exchange.exchange._polling._polls) == (0, {}, {})

@@ -1,6 +1,8 @@
 """What is taken of a declaration, and why the rest is not: as a whole, and before anything runs."""
 
 import contextlib
+import select
+import socket
 import time
 from typing import Any
 
@@ -109,6 +111,15 @@ def test_a_tool_that_cannot_be_lent_is_refused_with_its_reason_at_once(offered: 
     assert reason in refused.value.message
     (place,) = refused.value.details["tools"]
     assert place.startswith("1:")
+
+
+def test_nothing_is_fetched_though_a_reference_were_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oubliette.server.caller_tools.schemas._Survey.nodes", lambda survey: 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/schema"
+        with pytest.raises(InvalidParams, match="is not fetched"):
+            checked({"type": "object", "properties": {"a": {"$ref": address}}})
+        assert select.select([server], [], [], 0) == ([], [], [])
 
 
 def test_every_reason_is_told_at_once_by_tool() -> None:

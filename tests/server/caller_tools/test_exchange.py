@@ -276,11 +276,24 @@ async def test_progress_reaches_the_droid_and_moves_the_deadline_up_to_its_maxim
     assert await world.extend(request_id, 1) is None
 
 
-async def test_two_extensions_at_once_leave_the_later_deadline(world: Rig, caller: Heard) -> None:
+async def test_of_extensions_at_once_the_latest_deadline_stays(world: Rig, caller: Heard) -> None:
     call = world.call()
     request_id = (await caller.next())["request_id"]
     async with asyncio.timeout(10):
-        await asyncio.gather(world.extend(request_id, 100), world.extend(request_id, 80), world.extend(request_id, 90))
+        await asyncio.gather(*(world.extend(request_id, seconds) for seconds in range(62, 102, 2)))
+    await world.pass_time(99)
+    assert not call.done()
+    await world.pass_time(1)
+    assert call.done()
+
+
+@pytest.mark.parametrize("jump", [-5000, 5000])
+async def test_a_deadline_is_moved_in_the_time_that_it_is_counted_in(world: Rig, caller: Heard, jump: float) -> None:
+    call = world.call()
+    told = await caller.next()
+    world.clock.jump(jump)
+    await world.pass_time(10)
+    assert await world.extend(told["request_id"], 100) == told["deadline_at"] + 50
     await world.pass_time(99)
     assert not call.done()
     await world.pass_time(1)

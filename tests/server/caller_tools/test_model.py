@@ -18,25 +18,33 @@ GRACE_S = 4.25
 RESTART_GRACE_S = 30.125
 TIMEOUT_S = 20.0
 TIMEOUT_MAX_S = 50.0
-KEYS = ["a", "b", "c"]
+KEYS = ["a", "b", "c", "d", "e"]
 
 Step = tuple[Any, ...]
 half = st.integers(1, 60).map(lambda number: number / 2)
+keys = st.sampled_from(KEYS)
+calls = st.tuples(st.just("call"), keys, st.sampled_from(["x", "x", "x", "y"]))
+answers = st.tuples(st.just("answer"), keys, st.sampled_from([1, 1, 2]))
+attaches = st.tuples(st.just("attach"))
 steps = st.one_of(
-    st.tuples(st.just("call"), st.sampled_from(KEYS), st.sampled_from(["x", "x", "x", "y"])),
-    st.tuples(st.just("answer"), st.sampled_from(KEYS), st.sampled_from([1, 1, 2])),
-    st.tuples(st.just("fail"), st.sampled_from(KEYS), st.sampled_from(["no", ""])),
-    st.tuples(st.just("foreign"), st.sampled_from(KEYS)),
-    st.tuples(st.just("cancel"), st.sampled_from(KEYS)),
-    st.tuples(st.just("extend"), st.sampled_from(KEYS), half),
+    calls,
+    calls,
+    calls,
+    answers,
+    attaches,
+    attaches,
+    st.tuples(st.just("fail"), keys, st.sampled_from(["no", ""])),
+    st.tuples(st.just("foreign"), keys),
+    st.tuples(st.just("cancel"), keys),
+    st.tuples(st.just("extend"), keys, half),
     st.tuples(st.just("gone"), st.sampled_from(["one", "two"])),
     st.tuples(st.just("pass"), half),
     st.tuples(st.just("jump"), st.integers(-100, 100)),
-    st.tuples(st.just("attach")),
-    st.tuples(st.just("attach")),
     st.tuples(st.just("detach")),
     st.tuples(st.just("restart"), half),
 )
+# Everybody there and something open: what follows has something to bite on.
+opening: list[Step] = [("attach",), ("call", "a", "x"), ("call", "b", "x")]
 
 
 @dataclass
@@ -256,13 +264,13 @@ async def play(script: list[Step]) -> None:
                 await trial.step(step)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(steps, min_size=5, max_size=25))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(steps, min_size=8, max_size=30))
 def test_rows_log_and_both_sides_agree_with_the_model(script: list[Step]) -> None:
-    asyncio.run(play(script))
+    asyncio.run(play([*opening, *script]))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(steps, min_size=3, max_size=10))
 def test_they_agree_with_a_restart_after_every_step(script: list[Step]) -> None:
-    asyncio.run(play([one for step in script for one in (step, ("restart", 0.5))]))
+    asyncio.run(play([one for step in (*opening, *script) for one in (step, ("restart", 0.5))]))

@@ -104,16 +104,13 @@ class Polling:
         return found
 
     def _left(self, root_id: str, poll: Poll, answered: bool) -> None:
-        """A poll is over. An answer promises the next; one that was cut off promises nothing."""
-        if self._polls.get(root_id) is not poll:
-            return  # the tree has ended meanwhile
+        """A poll is over. An answer promises the next: the carrier stays so long; a poll that was cut off does not."""
+        if poll.polling > 0 or self._polls.get(root_id) is not poll:
+            return  # others wait, or the tree has ended meanwhile
         if answered:
-            self._carriers.promise(root_id, PROMISE_POLL_S)
-        if poll.polling == 0:
-            if answered:
-                poll.leaving = self._clock.later(PROMISE_POLL_S, self._leave, root_id, poll)
-            else:
-                self._leave(root_id, poll)
+            poll.leaving = self._clock.later(PROMISE_POLL_S, self._leave, root_id, poll)
+        else:
+            self._leave(root_id, poll)
 
     def _leave(self, root_id: str, poll: Poll) -> None:
         poll.given.clear()
