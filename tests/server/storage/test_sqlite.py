@@ -331,6 +331,12 @@ def test_a_log_that_cannot_be_copied_now_is_no_failure(tmp_path: Path, caplog: p
     for _ in range(64):
         writer.execute("INSERT INTO t VALUES (1)")
         restarting.committed(writer)  # the reader holds an older state: later, then
-    restarting.close()
     reader.close()
     writer.close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("INSERT INTO t VALUES (1)")
+    for _ in range(64):
+        restarting.committed(writer)  # a connection that cannot do anything any more
+    assert "was not copied" in caplog.text
+    other.close()
+    restarting.close()
