@@ -1,6 +1,7 @@
 """Sessions on a whole server: real boxes, real droids."""
 
 import asyncio
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from oubliette.server.droids.profiles import builtin
 from oubliette.server.errors import (
     Conflict,
     Forbidden,
@@ -387,3 +389,29 @@ async def test_where_boxes_cannot_be_made_a_session_is_refused_with_the_package_
         with pytest.raises(NotConfigured, match="bubblewrap"):
             await here.run(project, '[{"say": "x"}]')
         assert (await here.ask("session_list", project_id=project))["sessions"] == []
+
+
+async def test_an_agent_that_never_refreshes_reaches_later_tools_by_search_and_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usual = builtin.profile
+    monkeypatch.setattr(builtin, "profile", lambda **chosen: dataclasses.replace(usual(**chosen), list_changed="none"))
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        listed = await here.run(project, '[{"list": true}]', actor=ant, context=TOOLS)
+        assert {"tools_search", "tools_call"} <= set(listed["result"].split(", "))
+        later = {"caller_id": "ant", "caller_tools": [{"name": "later", "description": "Says when."}]}
+        plan = (
+            '[{"tool": "tools_search", "args": {"query": "when"}, "expect": {"contains": "ant_later"}},'
+            ' {"tool": "tools_call", "args": {"name": "ant_later", "arguments": {}}}, {"say": "$last"}]'
+        )
+        started = await here.ask(
+            "session_message", actor=ant, project_id=project, message=f"<<plan {plan}>>", context=later
+        )
+        session_id = started["session_id"]
+        (request,) = (await here.ask("caller_tool_poll", actor=ant, session_id=session_id))["requests"]
+        answer = {"session_id": session_id, "request_id": request["request_id"], "result": "now"}
+        await here.ask("caller_tool_response", actor=ant, **answer)
+        await here.ask("session_watch", session_id=session_id, wait_seconds=20)
+        (turn,) = (await here.ask("session_get", session_id=session_id))["turns"]
+        assert turn["text"].endswith("now")

@@ -51,6 +51,10 @@ class Times:
     abandoned_after_s: float
 
 
+# Whether the agent of a session never asks for its tools again, and so needs them searched and called by name.
+NeverRefreshes = Callable[[], bool]
+
+
 @dataclass(slots=True, kw_only=True)
 class Boxed:
     rooms: Rooms
@@ -61,6 +65,7 @@ class Boxed:
     times: Times
     tasks: Tasks
     mark: Callable[[str], None]
+    never_refreshes: NeverRefreshes
     _leaving: dict[tuple[str, str], asyncio.TimerHandle] = field(
         default_factory=dict[tuple[str, str], asyncio.TimerHandle]
     )
@@ -82,6 +87,7 @@ class Boxed:
             call_timeout_s=self.times.timeout_s,
             call_timeout_max_s=self.times.timeout_max_s,
             caller_tools=declaration is not None and bool(declaration.tools),
+            tools_search=self.never_refreshes(),
             abandoned_after_s=self.times.abandoned_after_s,
             acks=self.keepers.acks(box_id) if asked.role == "keeper" else {},
         )
