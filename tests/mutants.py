@@ -103,7 +103,9 @@ MUTANTS = (
     Mutant("REQ-CTR-002.2", ASKING, "    schema.check(asked.arguments, encoded, tool.box_name)\n", "", UNFIT),
     Mutant("REQ-CTR-003", DESK, '"type": "caller_tool_request"', '"type": "caller_tool_asked"', SHAPE),
     Mutant("REQ-CTR-003.1", DESK, '"tool": call.tool,', '"tool": self.names[1],', SHAPE),
-    Mutant("REQ-CTR-004", ANSWERING, "return Stimulus.ANSWER, result", "return Stimulus.ANSWER, _NULL", RELAY),
+    Mutant(
+        "REQ-CTR-004", ANSWERING, "return Stimulus.ANSWER, _passable(result)", "return Stimulus.ANSWER, _NULL", RELAY
+    ),
     Mutant("REQ-CTR-004.1", LEDGER, "        return call.outcome\n", '        return b"1"\n', VALUES),
     Mutant("REQ-CTR-004.2", ANSWERING, "return Stimulus.FAIL, error", 'return Stimulus.FAIL, "it failed"', WORDS),
     Mutant("REQ-CTR-005", SOCKET, 'if method == "caller_tool":', 'if method == "call_tool":', VALUES),

@@ -397,3 +397,51 @@ async def test_the_sixty_fifth_call_at_once_is_refused_and_the_others_go_on(here
             for request in requests:
                 await caller.answer(request, request["arguments"]["n"])
             assert [(await box.answer(one))["result"] for one in asked] == list(range(64))
+
+
+# JSON as callers may write it, and what the droid's side gets; or a word of why it is refused to the caller.
+WRITTEN: dict[str, tuple[bytes, Any]] = {
+    "on many lines": (b'{\r\n\t"a": [\n1,\n 2]\n}', {"a": [1, 2]}),
+    "with escapes": (b'"\\u0041\\n\\ud83d\\ude00"', "A\n\U0001f600"),
+    "with a line separator": ('"a\u2028b"'.encode(), "a\u2028b"),
+    "nine hundred levels deep": (b"[" * 900 + b"]" * 900, None),
+}
+UNREADABLE = {
+    "bytes that are no text": (b'"\xff\xfe"', "UTF-8"),
+    "half a surrogate pair in bytes": (b'"\xed\xa0\x80"', "UTF-8"),
+    "a key that is no text": (b'{"\xff": 1}', "UTF-8"),
+}
+
+
+@pytest.mark.seed("CTR-SOCKET.2")
+async def test_a_result_is_one_frame_however_its_json_is_written(here: Scene) -> None:
+    async with here.caller() as caller:
+        session_id = await here.rest(caller, context=lent(caller_tool_timeout_s=20))
+        async with here.box(session_id) as box:
+            for name, (raw, value) in {**WRITTEN, **UNREADABLE}.items():
+                asked = await box.request("caller_tool", tool="any", arguments={})
+                request = await caller.request()
+                names = {"session_id": session_id, "request_id": request["request_id"], "result": "HERE"}
+                message = caller.message("tools/call", {"name": "caller_tool_response", "arguments": names})
+                told = (await caller.post(json.dumps(message).encode().replace(b'"HERE"', raw))).json["result"]
+                if name in WRITTEN:
+                    assert told["structuredContent"]["accepted"], name
+                    result = (await box.answer(asked))["result"]
+                    assert result == (json.loads(raw) if value is None else value), name
+                else:
+                    assert told["isError"], name
+                    assert value in told["content"][0]["text"]
+                    await caller.answer(request, "it stays open for a better one")
+                    assert (await box.answer(asked))["result"] == "it stays open for a better one"
+
+
+async def test_a_result_that_the_box_cannot_read_ends_the_call_as_an_error(here: Scene) -> None:
+    """Python reads no numbers of so many digits; the call must not wait for what has come already."""
+    async with here.caller() as caller:
+        plan = [{"tool": "ant_any", "expect": {"is_error": True, "contains": "cannot be read"}}]
+        session_id = await here.start(caller, plan, context=lent())
+        request = await caller.request()
+        names = {"session_id": session_id, "request_id": request["request_id"], "result": "HERE"}
+        message = caller.message("tools/call", {"name": "caller_tool_response", "arguments": names})
+        await caller.post(json.dumps(message).encode().replace(b'"HERE"', b"1" * 5000))
+        (await here.turn(session_id)).worked()

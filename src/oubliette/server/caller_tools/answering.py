@@ -155,7 +155,17 @@ def _content(result: bytes | None, error: str | None) -> tuple[Stimulus, bytes |
         return Stimulus.ANSWER, _NULL
     if len(result) > RESULT_BYTES:
         raise TooLarge(f"the result is {len(result)} bytes; at most {RESULT_BYTES} are taken")
-    return Stimulus.ANSWER, result
+    return Stimulus.ANSWER, _passable(result)
+
+
+def _passable(result: bytes) -> bytes:
+    """The same JSON as text on one line, as frames have it: a caller may have written it on many, or in no encoding."""
+    if not result.isascii():
+        try:
+            result.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidParams(f"the result is not UTF-8: {error.reason}") from None
+    return msgspec.json.format(result, indent=-1) if b"\n" in result or b"\r" in result else result
 
 
 def _entry(actor: Actor, door: str, operation: str, session_id: str, request_id: str) -> audit.Entry:
