@@ -193,11 +193,19 @@ class Client:
         self._settle()
 
     def oversized(self, head: bytes) -> None:
-        """Fail the call that this frame answers, if its beginning tells: asked again it would be as large."""
+        """Asked again, the answer would be as large."""
+        self._fail_headed(head, error("too_large", "the result is larger than a frame may be"))
+
+    def unreadable(self, head: bytes) -> None:
+        """Asked again, the answer would be the same: a number of thousands of digits, for one."""
+        self._fail_headed(head, error("internal", "the server's answer cannot be read here"))
+
+    def _fail_headed(self, head: bytes, reason: Json) -> None:
+        """Fail the call that a frame answers, if the frame's beginning tells which."""
         mark = head.find(b'"id":')
         digits = head[mark + 5 :].lstrip().split(b",", 1)[0].strip() if mark >= 0 else b""
         if digits.isdigit():
-            self.calls.fail(int(digits), error("too_large", "the result is larger than a frame may be"))
+            self.calls.fail(int(digits), reason)
 
     def received(self, message: Json) -> None:
         method = message.get("method", message.get("type"))

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
             """A frame passed the bound; this is how it begins. The link is lost next."""
             ...
 
+        def unreadable(self, head: bytes) -> None:
+            """A line is no JSON that can be read here; this is how it begins. The link stays."""
+            ...
+
         def lost(self) -> None:
             """An attached link went down; the next `attached` follows when it is back."""
             ...
@@ -256,6 +260,7 @@ class Link:
         if not is_object(message):
             if line.strip():
                 self._note_garbage()
+                self.peer.unreadable(line[:HEAD_BYTES])
         elif self.is_up:
             self.peer.received(message)
         elif message.get("id") == ATTACH_ID and "method" not in message:
