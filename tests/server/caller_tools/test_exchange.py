@@ -33,6 +33,7 @@ from oubliette.server.limits import (
 from oubliette.server.storage.database import Tx
 from oubliette.wire.events import CallerToolProgress
 from tests.kit.exchange_rig import OWNER, SESSION, Heard, Rig, actor, rig, tools
+from tests.kit.held_database import HeldDatabase
 
 CHILD = "gogol_20260101_000001_00000001"
 
@@ -243,19 +244,50 @@ async def test_a_cancel_that_overtakes_the_row_still_ends_the_call(world: Rig, c
 
 async def test_an_answer_from_who_read_the_log_may_come_before_the_announcement(world: Rig, caller: Heard) -> None:
     """The commit is seen by readers before the server has gone on: the answer counts, and at once."""
+    held = HeldDatabase(world.database)
+    world.exchange._asking._database = held
     call = world.call()
-    row = None
-    while row is None:  # a tick at a time, until a reader could see it
-        await asyncio.sleep(0)
-        rows = await world.database.read(lambda tx: tx.all("SELECT request_id FROM calls"))
-        row = rows[0] if rows else None
-    answered = await world.answer(row[0], "quick")
-    assert answered.accepted
+    async with asyncio.timeout(10):
+        await held.committed.wait()
+    ((request_id,),) = await world.rows("request_id")
+    assert (await world.answer(request_id, "quick")).accepted
+    held.release()
     assert await result(call) == b'"quick"'
     await world.settle()
-    assert world.exchange.pending_count(SESSION) == 0
-    assert world.clock.waiting == 0
+    assert (caller.told, world.clock.waiting, world.exchange.pending_count(SESSION)) == ([], 0, 0)
     assert world.carriers._reaches[SESSION].on == {}
+
+
+async def test_who_calls_while_its_session_ends_is_told_so(world: Rig, caller: Heard) -> None:
+    pending = world.call("pending")
+    await caller.next()
+    held = HeldDatabase(world.database)
+    world.exchange._ends._database = held
+    closing = world.tasks.create_task(world.exchange.close_desk(SESSION, "the session was ended"))
+    async with asyncio.timeout(10):
+        await held.committed.wait()
+    with pytest.raises(CallCancelled, match="ant_echo was not called: the session was ended"):
+        await result(world.call("late"))
+    held.release()
+    await closing
+    with pytest.raises(CallCancelled):
+        await result(pending)
+    assert len(await world.rows()) == 1
+
+
+async def test_an_extension_that_is_heard_of_late_moves_no_deadline_back(world: Rig, caller: Heard) -> None:
+    call = world.call()
+    request_id = (await caller.next())["request_id"]
+    held = HeldDatabase(world.database)
+    world.exchange._answering._database = held
+    first = world.tasks.create_task(world.extend(request_id, 70))
+    async with asyncio.timeout(10):
+        await held.committed.wait()
+    await world.extend(request_id, 100)
+    held.release()
+    await first
+    await world.pass_time(99)
+    assert not call.done()
 
 
 async def test_progress_reaches_the_droid_and_moves_the_deadline_up_to_its_maximum(world: Rig, caller: Heard) -> None:

@@ -132,8 +132,8 @@ class Answering:
             return None
         self._mark("progress:after_commit")
         deadline_at, last = written
-        # Of two that were written at once, the later word may be heard first: a deadline never moves back.
-        self._ends.move_deadline(one, max(deadline_at, one.call.deadline_at))
+        # Should a later extension have been heard of first, the expiry finds out: it ends no deadline but its own.
+        self._ends.move_deadline(one, deadline_at)
         self._following.wake(session_id, last)
         heard = relay.Progress(
             call_key=one.call.call_key, progress=told.progress, total=told.total, message=told.message
