@@ -145,3 +145,12 @@ def test_a_result_that_looks_like_an_error_is_not_repeated_by_that_error() -> No
     ended = ledger.ended(CALL, Stimulus.ANSWER, stored, now=101.0, at=101.0)
     assert ended is not None
     assert not ledger.is_repeat(ended.call, Stimulus.FAIL, "why")
+
+
+@pytest.mark.parametrize("odd", [b"[" * 5000 + b"]" * 5000, b'"\\ud800"', b"1" * 5000, b"1e999", b'{"a":1,"a":2}'])
+def test_json_that_only_others_can_read_is_passed_on_and_compared_as_it_is(odd: bytes) -> None:
+    ended = ledger.ended(CALL, Stimulus.ANSWER, odd, now=101.0, at=101.0)
+    assert ended is not None
+    assert ledger.result(ended.call) == odd
+    assert ledger.is_repeat(ended.call, Stimulus.ANSWER, odd)
+    assert not ledger.is_repeat(ended.call, Stimulus.ANSWER, b"7")
