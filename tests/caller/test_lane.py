@@ -92,3 +92,11 @@ async def test_a_request_takes_a_lane_that_is_free():
     for _ in range(4):
         lanes.post(b"", lambda response: None)
     assert [lane.load for lane in lanes._lanes] == [2, 1, 1]
+
+
+async def test_a_lane_is_filled_first_where_its_server_works_in_parallel():
+    lanes = Lanes(3, ADDRESS, None, dict)
+    lanes.share = 2
+    for _ in range(5):
+        lanes.post(b"", lambda response: None)
+    assert [lane.load for lane in lanes._lanes] == [2, 2, 1]

@@ -38,6 +38,7 @@ from oubliette.caller.tool import Tool, tool_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 LANES = 16
+LANE_SHARE = 32  # of open requests that one connection carries before another is used, where that is faster
 DRAIN_S = 5.0
 
 
@@ -72,7 +73,7 @@ class Caller:
         )
         self._endpoint = Endpoint(self._http, self._url, self._token, self._patience_s, self._tls)
         self._endpoint.on_renewed = self._renewed
-        self._lanes = Lanes(LANES, self._address, self._tls, self._endpoint.headers)
+        self._lanes = Lanes(LANES, self._address, self._tls, self._endpoint.lane_headers)
         self._outbox = Outbox(self._lanes, self._endpoint.next_id, self._forgotten, self._failed)
         self._errands = Errands(self._tools, self._crew, self._parallel_max, self._outbox.give, self._fetch_arguments)
         self._outbox.replaced = self._errands.replaced
@@ -88,6 +89,7 @@ class Caller:
         await self._crew.begin()
         try:
             await self._endpoint.open()
+            self._lanes.share = LANE_SHARE if self._endpoint.is_parallel else 1
             self._lanes.keep(self._crew)
             self._crew.start(self._presence.keep(), "stream")
             await self._presence.settle()
@@ -247,6 +249,7 @@ class Caller:
 
     async def _renewed(self) -> None:
         """Another MCP session: let it be the way to our sessions."""
+        self._lanes.share = LANE_SHARE if self._endpoint.is_parallel else 1
         self._lanes.drop()
         for session in list(self._sessions.values()):
             try:

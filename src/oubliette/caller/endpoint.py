@@ -68,6 +68,7 @@ class Endpoint:
         self._renewing = asyncio.Lock()
         self.session_id: str | None = None
         self.version = messages.PROTOCOL_VERSION
+        self.is_parallel = False  # whether the server works on the requests of one connection together
         self.on_renewed: Callable[[], Awaitable[None]] | None = None
 
     def headers(self) -> dict[str, str]:
@@ -80,6 +81,10 @@ class Endpoint:
             headers["Mcp-Session-Id"] = self.session_id
             headers["MCP-Protocol-Version"] = self.version
         return headers
+
+    def lane_headers(self) -> dict[str, str]:
+        """Those of requests that may be worked on together."""
+        return self.headers() | ({"Oubliette-Pipeline": "parallel"} if self.is_parallel else {})
 
     def next_id(self) -> int:
         self._id += 1
@@ -162,7 +167,9 @@ class Endpoint:
         note = msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/initialized"})
         async with self._http.post(self.url, data=note, headers=self.headers()):
             pass
-        if "logging" in result.get("capabilities", {}):
+        capabilities: dict[str, Any] = result.get("capabilities", {})
+        self.is_parallel = messages.PIPELINE in capabilities.get("experimental", {})
+        if "logging" in capabilities:
             # Events are read from the log by cursor; requests of droids are pushed whatever the level.
             quiet = messages.request(self.next_id(), "logging/setLevel", {"level": "emergency"})
             async with self._http.post(self.url, data=quiet, headers=self.headers()):

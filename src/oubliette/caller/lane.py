@@ -170,22 +170,24 @@ class Lane(asyncio.Protocol):
 
 
 class Lanes:
-    """Lanes to one address, each connected when the others are busy.
+    """Lanes to one address, each connected when the others have their share.
 
-    A server answers the requests of one connection in turn: an answer on a lane of its own does not wait behind
-    another's commit, and those that arrive together share one.
+    Most servers work on the requests of one connection in turn: an answer on a lane of its own does not wait behind
+    another's commit, and those that arrive together share one. Where a server says that it works on them together,
+    a lane's share is larger: what leaves together arrives, and is answered, together.
     """
 
     def __init__(
         self, count: int, address: Address, tls: ssl.SSLContext | None, headers: Callable[[], dict[str, str]]
     ) -> None:
         self._lanes = [Lane(address, tls, headers) for _ in range(count)]
+        self.share = 1
 
     def post(self, body: bytes, done: Done) -> None:
         best = self._lanes[0]
         least = best.load
         for lane in self._lanes:
-            if not least:
+            if least < self.share:
                 break
             if (load := lane.load) < least:
                 best, least = lane, load

@@ -10,6 +10,8 @@ from oubliette.caller.sse import Frames
 PROTOCOL_VERSION = "2025-11-25"
 # Where a tool result that is an error carries its machine word.
 ERROR_META = "dev.oubliette/error"
+# The capability of a server that works on the requests of one connection together, if asked to.
+PIPELINE = "dev.oubliette/pipeline"
 
 
 class Announced(msgspec.Struct):

@@ -6,12 +6,14 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
+from typing import Any, Final, cast
 
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from oubliette.server.endpoints import posts
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -136,19 +138,67 @@ class _Joining:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, which lets a request break it off, and does not wait for ever for a request's head."""
+    """uvicorn's connection, with three things of ours.
+
+    A request can break it off; the head of a request is not waited for for ever; and a post like the one before it
+    goes to a line of its own, past uvicorn (see `posts`).
+    """
 
     _deadline: asyncio.TimerHandle | None = None
+    _known: posts.Known | None = None
+    _begun = 0  # requests that the parser saw the beginning of
+    _is_inside = False  # the parser has seen the beginning of a request, and not its end
+    _held = b""  # what came after posts that are not answered yet, and is not one that can be begun
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.write = transport.write
+        self.close = transport.close
+        self.drain = self.flow.drain
         self.transport = _Joining(transport)  # type: ignore[assignment]
+        self._app = cast("Asgi", self.config.app)
+        self._line = posts.Line(self)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._held:
+            data, self._held = self._held + data, b""
+        data = self._begin_posts(data)
+        if not data:
+            return
+        if len(self._line):
+            self._held = data
+            if len(data) > posts.HELD_BYTES_MAX:
+                self.flow.pause_reading()
+        else:
+            self._feed(data)
+
+    def _begin_posts(self, data: bytes) -> bytes:
+        """Take posts like the last one out of what came; returns the rest."""
+        known = self._known
+        if known is None or self._is_inside or not self.cycle.response_complete or self.transport.is_closing():
+            return data
+        at = 0
+        while len(self._line) < known.at_once and not self.flow.write_paused:
+            body = known.cut(data, at)
+            if body is None:
+                break
+            start, at = body
+            work = self._line.begin(self._app, known.scope(at - start), data[start:at])
+            task = self.loop.create_task(work)
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        return data[at:] if at else data
+
+    def _feed(self, data: bytes) -> None:
+        """Let the parser read it; a whole post teaches what the next may look like."""
+        begun = self._begun
+        is_fresh = not self._is_inside
         super().data_received(data)
         if self._deadline is None and self.cycle.response_complete:
             self._expect_head()  # the beginning of another request, and not all of its head
+        if is_fresh and not self._is_inside and self._begun == begun + 1 and data.startswith(b"POST "):
+            self._known = posts.Known.of(data, cast("Scope", self.scope))
 
     def _expect_head(self) -> None:
         self._deadline = asyncio.get_running_loop().call_later(HEAD_WAIT_S, self.transport.abort)
@@ -158,13 +208,51 @@ class _Connection(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
+    def on_message_begin(self) -> None:
+        self._begun += 1
+        self._is_inside = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         self._head_is_here()
         self.scope["extensions"] = {"oubliette.abort": self.transport.abort}  # type: ignore[typeddict-item]
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._is_inside = False
+        super().on_message_complete()
+
+    @property
+    def default_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        return self.server_state.default_headers
+
+    def moved(self) -> None:
+        if self._held and not self.transport.is_closing():
+            data, self._held = self._held, b""
+            self.flow.resume_reading()
+            self.data_received(data)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.moved()
+
+    def timeout_keep_alive_handler(self) -> None:
+        idle_s = self.loop.time() - self._line.used_at
+        if len(self._line) or idle_s < KEEP_ALIVE_S:
+            left_s = max(1.0, KEEP_ALIVE_S - idle_s)
+            self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def shutdown(self) -> None:
+        if len(self._line):
+            self._line.end()
+        else:
+            super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
+        self._line.lost()
         super().connection_lost(exc)
 
 

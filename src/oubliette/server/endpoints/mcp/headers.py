@@ -70,6 +70,10 @@ class Headers:
             self.accept = b"%b, %b" % (getattr(self, slot), value)
 
 
+# A client says the same again and again, but for the length.
+read = lru_cache(maxsize=256)(Headers)
+
+
 @lru_cache(maxsize=256)
 def accepts(accept: bytes | None) -> tuple[bool, bool]:
     """Whether JSON and whether an event stream may be answered. No header means that anything may."""

@@ -69,7 +69,8 @@ class Product:
         self.instructions: str | None = _INSTRUCTIONS
 
     def capabilities(self, era: Era) -> Mapping[str, Any]:
-        return {"tools": {}, "resources": {"subscribe": True}, "logging": {}}
+        offered: dict[str, Any] = {"tools": {}, "resources": {"subscribe": True}, "logging": {}}
+        return offered | {"experimental": {"dev.oubliette/pipeline": {}}}  # see `endpoints.posts`
 
     async def authenticate(self, bearer: str | None) -> Actor:
         return await self._rooms.tokens.verify(bearer)

@@ -36,7 +36,7 @@ from oubliette.server.endpoints.mcp.contract import (
 )
 from oubliette.server.endpoints.mcp.door import Door
 from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, send_empty, send_json, until_gone
-from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, mirror_problem
+from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, mirror_problem, read
 from oubliette.server.endpoints.mcp.methods import Methods, arguments_of, decoded
 from oubliette.server.endpoints.mcp.posted import SERVER_KEY, Params, Posted, Refused
 from oubliette.server.endpoints.mcp.sessions import McpSession, McpSessions
@@ -127,7 +127,7 @@ class McpEndpoint:
             exchange.cancel(SERVER_ERROR, _STOPPING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope["headers"])
+        headers = read(tuple(scope["headers"]))
         if headers.origin is not None and self._door.admits_origin(headers.origin):
             send = shared_with(headers.origin, send)
         try:
