@@ -231,6 +231,11 @@ class McpCaller:
         if carriers:
             await asyncio.wait(carriers)
 
+    async def ended(self) -> None:
+        """Wait until the server has ended every stream."""
+        if self._carriers:
+            await asyncio.wait(self._carriers)
+
     async def request(self) -> dict[str, Any]:
         """The next request that came by any carrier."""
         async with asyncio.timeout(SLOW_S):

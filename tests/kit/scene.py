@@ -49,16 +49,19 @@ def lent(tools: Sequence[Mapping[str, Any]] = TOOLS, caller_id: str = "ant", **m
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that is over, by the log."""
+    """A turn that is over, by the log: `events` is the whole log up to there, the rest is of this turn."""
 
+    number: int
     events: list[dict[str, Any]]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["type"] == kind]
+        """Events of a type; of those that belong to a turn, this turn's."""
+        return [event for event in self.events if event["type"] == kind and event.get("turn") in (None, self.number)]
 
     @property
     def completion(self) -> dict[str, Any]:
-        return self.of("completion")[-1]
+        (completion,) = self.of("completion")
+        return completion
 
     @property
     def failure(self) -> str:
@@ -122,7 +125,7 @@ class Scene:
             events += told["events"]
             for event in told["events"]:
                 if event["type"] == "completion" and event["turn"] == number:
-                    return Turn(events)
+                    return Turn(number, events)
             assert told["events"], f"turn {number} does not end ({told['status']}): {events[-3:]}"
 
     async def until(self, session_id: str, kind: str, **fields: Any) -> dict[str, Any]:
