@@ -78,11 +78,8 @@ async def test_a_storm_of_calls_survives_servers_that_end_at_any_moment(tmp_path
 
 def programs(box: str, word: bytes) -> list[int]:
     """Processes in a box whose command has this word."""
-    found: list[int] = []
-    for pid in inhabitants(box):
-        if word in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0"):
-            found.append(pid)
-    return found
+    commands = {pid: (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0") for pid in inhabitants(box)}
+    return [pid for pid, command in commands.items() if word in command]
 
 
 async def test_a_droid_that_dies_ends_its_turn_as_an_error_and_the_next_turn_has_another(here: Scene) -> None:
