@@ -113,3 +113,8 @@ async def test_outcomes_are_forgotten_long_after_their_session_ended_and_are_unk
     assert await forget(ended_at) == 0, "it ended just now"
     assert await forget(ended_at + 1) == 1
     assert (await world.answer(call.request_id, 5)).reason == "unknown"
+
+
+async def test_a_start_looks_at_what_is_pending_and_not_at_all_that_ever_was(world: Rig) -> None:
+    plan = await world.database.read(lambda tx: tx.all("EXPLAIN QUERY PLAN " + calls._PENDING, calls.KIND))
+    assert any("calls_pending" in row[3] for row in plan)

@@ -122,7 +122,7 @@ class Asking:
     async def _put(self, one: Open, hear: Hear) -> Call:
         """Write the call's row, then announce it, then wait."""
         try:
-            recorded, last = await self._record(one)
+            before, index = await self._record(one)
         except BaseException as failure:
             one.desk.leave(one)
             one.fail(failure if isinstance(failure, Exception) else CallCancelled("the server is stopping"))
@@ -130,40 +130,42 @@ class Asking:
         self._mark("call:after_commit")
         if one.ended is not None:
             return one.ended  # answered already: by somebody who read the log
-        if not recorded.is_new:
+        redelivery = 0
+        if before is not None:
             one.desk.leave(one)
-            one.call = recorded.call
-            if recorded.call.state is not State.PENDING:
-                one.tell(recorded.call)
-                return recorded.call
-            one.due = self._ends.due(recorded.call)
+            one.call = before
+            if before.state is not State.PENDING:
+                one.tell(before)
+                return before
+            one.due = self._ends.due(before)
             one.desk.enter(one)
-        one.index = recorded.index
+            redelivery = before.redelivery + 1
+        one.index = index
         if one.cut is None:
             self._ends.count_down(one)
-            redelivery = one.call.redelivery + (0 if recorded.is_new else 1)
             self._carriers.put(one.desk.tree.root_id, one.call.request_id, redelivery=redelivery)
             self._mark("call:announced")
-        self._following.wake(one.call.session_id, last)
+        self._following.wake(one.call.session_id, index)
         if one.cut is not None:
             await self._ends.see_to(one, *one.cut)
         return await one.wait(hear)
 
-    async def _record(self, one: Open) -> tuple[calls.Recorded, int]:
+    async def _record(self, one: Open) -> tuple[Call | None, int]:
+        """Write the row with its event, unless its key has one: that one, and the index of its request."""
         call, digest, arguments = one.call, one.digest, one.arguments
         entry = audit.Entry(
             door="relay", operation="caller_tool", outcome="asked", session_id=call.session_id, target=call.request_id
         )
         event = _request(call, arguments)
 
-        async def write(tx: Tx) -> tuple[calls.Recorded, int]:
-            recorded = await calls.insert(tx, call, digest=digest, arguments=arguments)
-            if not recorded.is_new:
-                return recorded, recorded.index
-            last = await self._events.append(tx, call.session_id, (event,), call.created_at)
+        async def write(tx: Tx) -> tuple[Call | None, int]:
+            before = await calls.insert(tx, call, digest=digest, arguments=arguments)
+            if before is not None:
+                return before.call, before.index
+            index = await self._events.append(tx, call.session_id, (event,), call.created_at)
             await audit.write(tx, call.created_at, entry)
             self._mark("call:after_row")
-            return recorded, last
+            return None, index
 
         return await self._database.write(write)
 

@@ -16,7 +16,7 @@ _INSERT = (
     "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, arguments, owner, instance, state,"
     " created_at, deadline_at, deadline_max_at, timeout_s, request_index)"
     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT next_index FROM sessions WHERE id = ?))"
-    " ON CONFLICT (session_id, call_key) DO NOTHING RETURNING request_index"
+    " ON CONFLICT (session_id, call_key) DO NOTHING"
 )
 _BY_KEY = (
     f"SELECT {_COLUMNS}, request_index, digest, kind FROM calls"  # noqa: S608 - names of columns, all ours
@@ -33,11 +33,10 @@ _END = "UPDATE calls SET state = ?, ended_at = ?, outcome = ? WHERE request_id =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A call of this key: the one just inserted, or the one that was there."""
+    """The call that had this key before."""
 
     call: Call
     index: int  # of its request in the session's log
-    is_new: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +68,12 @@ def _call(row: Row) -> Call:
     )
 
 
-async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Recorded:
+async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Recorded | None:
     """Insert a call, or find the one that has its key. Raises `CallKeyReused` where that was another call.
 
     The next event that the same transaction appends to the session's log must be the call's request.
     """
-    inserted = await tx.one(
+    inserted = await tx.run(
         _INSERT,
         call.request_id,
         call.session_id,
@@ -92,13 +91,13 @@ async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Reco
         call.timeout_s,
         call.session_id,
     )
-    if inserted is not None:
-        return Recorded(call=call, index=inserted[0], is_new=True)
+    if inserted == 1:
+        return None
     row = await tx.one(_BY_KEY, call.session_id, call.call_key)
     assert row is not None
     if row[-2] != digest or row[-1] != KIND:
         raise CallKeyReused("this call key was used for another call: every call needs a fresh one")
-    return Recorded(call=_call(row), index=row[-3], is_new=False)
+    return Recorded(call=_call(row), index=row[-3])
 
 
 async def end(tx: Tx, call: Call, stimulus: Stimulus, now: float) -> bool:

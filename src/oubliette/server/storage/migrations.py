@@ -49,7 +49,7 @@ _FIRST = (
         created_at REAL NOT NULL, deadline_at REAL, deadline_max_at REAL, timeout_s REAL,
         ended_at REAL, outcome BLOB,
         UNIQUE (session_id, call_key))""",
-    "CREATE INDEX calls_open ON calls (session_id, created_at) WHERE state IN ('pending', 'running')",
+    "CREATE INDEX calls_pending ON calls (created_at) WHERE state = 'pending'",
     """CREATE TABLE boxes (
         id TEXT PRIMARY KEY, session_id TEXT NOT NULL, runtime TEXT NOT NULL, handle TEXT NOT NULL,
         relay_key_hash BLOB NOT NULL, keeper_key_hash BLOB NOT NULL,
