@@ -205,7 +205,7 @@ MUTANTS = (
         "actor.derived:\n            return await",
         FOREIGN,
     ),
-    Mutant("CTR-SECURITY.2", LEDGER, "again == call.outcome or _sorted", "True or _sorted", TWICE),
+    Mutant("CTR-SECURITY.2", LEDGER, "    if again == call.outcome:\n", "    if again:\n", TWICE),
     Mutant(
         "CTR-SECURITY.3",
         DESK,
