@@ -23,6 +23,7 @@ Durability = Literal["process", "power"]
 
 # Nobody else writes to the file of a running server; who does so by hand holds up everybody on the loop.
 LOCKED_FOR_S = 2.0
+PAGE_BYTES = 2048
 # What the file or the disk did, in any unit; anything else that SQLite raises is the unit's own fault.
 _STORAGE_CODES = frozenset(
     {
@@ -137,6 +138,8 @@ class SqliteDatabase:
             self._path, isolation_level=None, check_same_thread=False, cached_statements=512, timeout=LOCKED_FOR_S
         )
         try:
+            # Before the file is made: our rows are small and far apart, and the log takes whole pages.
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={'NORMAL' if self._durability == 'process' else 'FULL'}")
             connection.execute("PRAGMA foreign_keys=ON")
