@@ -1,5 +1,6 @@
 """A caller that is there, goes, comes back, or never was: over every carrier."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -202,3 +203,54 @@ async def test_a_stream_of_somebody_else_is_nobodys_presence(strict: ServerProce
             (await here.turn(session_id)).worked()
             seen: list[dict[str, Any]] = [one for one in other.heard if one["type"] == "caller_tool_request"]
         assert len(seen) <= 1, "a follower sees the record"
+
+
+async def test_a_caller_that_ends_its_mcp_session_counts_as_gone(strict: ServerProcess) -> None:
+    async with scene(strict) as here, here.caller() as caller:
+        session_id = await here.start(caller, [{"sleep": PROMISE_S}, CALL], context=lent())
+        await caller.request()
+        left = time.time()
+        await caller.end()
+        (ended,) = (await here.turn(session_id)).worked().of("caller_tool_resolved")
+        assert (ended["outcome"], ended["at"] - left < 1) == ("disconnected", True)
+
+
+async def test_an_owner_without_a_stream_is_told_with_its_next_request(here: Scene) -> None:
+    async with here.caller(stream=False) as caller:
+        session_id = await here.rest(caller, context=lent())
+        async with here.box(session_id) as box:
+            asked = await box.request("caller_tool", tool="any", arguments={"n": 1})
+            await here.until(session_id, "caller_tool_request")
+            for operation in ("session_get", "session_events"):
+                told = await caller.call(operation, session_id=session_id)
+                assert told["pending_caller_requests"] == 1, operation
+            (request,) = (await caller.call("caller_tool_pending", session_id=session_id))["requests"]
+            await caller.answer(request, "found it")
+            assert (await box.answer(asked))["result"] == "found it"
+
+
+async def test_after_a_restart_nobody_counts_as_gone_for_a_while(tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = tmp_path_factory.mktemp("presence") / "home"
+    async with (
+        ServerProcess(home, disconnect_grace_s=0, restart_grace_s=3) as server,
+        scene(server) as here,
+        here.caller() as caller,
+    ):
+        back = {"tool": "ant_any", "expect": {"is_error": False, "contains": "back"}}
+        session_id = await here.start(caller, [back, CALL], context=lent())
+        first = await caller.request()
+        await server.kill()
+        await server.restart()
+        await asyncio.sleep(1)
+        await caller.open_stream()
+        again = await caller.request()
+        assert again["request_id"] == first["request_id"]
+        await caller.answer(again, "back")
+        await caller.request()
+        await server.kill()
+        await server.restart()
+        began = time.time()
+        turn = await here.turn(session_id)
+        (_, ended) = turn.worked().of("caller_tool_resolved")
+        assert ended["outcome"] == "disconnected"
+        assert 2 < ended["at"] - began < 6
