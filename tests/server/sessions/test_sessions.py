@@ -415,3 +415,20 @@ async def test_an_agent_that_never_refreshes_reaches_later_tools_by_search_and_c
         await here.ask("session_watch", session_id=session_id, wait_seconds=20)
         (turn,) = (await here.ask("session_get", session_id=session_id))["turns"]
         assert turn["text"].endswith("now")
+
+
+async def test_children_whose_parents_end_the_server_did_not_outlive_are_ended_by_the_next(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        plan = (
+            '[{"tool": "session_message", "args": {"message": "<<plan [{\\"say\\": \\"c\\"}]>>", "wait_seconds": 20}}]'
+        )
+        root = (await here.run(project, plan))["session_id"]
+        (child,) = (await here.ask("session_get", session_id=root))["children"]
+        # As a kill between the two commits leaves it.
+        await here.database.write(
+            lambda tx: tx.run("UPDATE sessions SET state = 'completed', ended_at = 1.0 WHERE id = ?", root)
+        )
+        await here.app.sessions.take_up()
+        await here.ask("session_watch", session_id=child, until="end", wait_seconds=20)
+        assert (await here.ask("session_get", session_id=child))["status"] == "completed"

@@ -15,6 +15,9 @@ from oubliette.server.tokens.token import Actor, Scope
 
 logger = logging.getLogger(__name__)
 
+# On whose behalf the server itself ends what nobody else will.
+_SERVER = Actor(principal="server", scope=Scope.ADMIN)
+
 
 class Sessions:
     def __init__(self, rooms: Rooms, *, tasks: Tasks, brought: dict[str, str]) -> None:
@@ -112,7 +115,7 @@ class Sessions:
         self._tasks.create_task(self._end_rest(session_id))
 
     async def _end_rest(self, session_id: str) -> None:
-        await self._end_children(Actor(principal="server", scope=Scope.ADMIN), "server", session_id)
+        await self._end_children(_SERVER, "server", session_id)
         now = self._rooms.clock.now()
         await self._rooms.database.write(lambda tx: tokens.revoke_derived(tx, session_id, now))
         await self._let_go(session_id, "the session ended")
@@ -132,8 +135,12 @@ class Sessions:
         for session in found:
             self._take_calls(session)
         await self._rooms.exchange.load()
+        living = {session.id for session in found}
         for session in found:
             self._run(session, resumed=True)
+            if session.parent_id is not None and session.parent_id not in living:
+                # Its parent's end was stored, and the server did not live to end the children.
+                self._tasks.create_task(self.end(_SERVER, "server", session.id))
         return [session.id for session in found]
 
     async def bind(self, actor: Actor, session: rows.Session, stream_id: str | None) -> None:
