@@ -420,9 +420,7 @@ async def test_an_agent_that_never_refreshes_reaches_later_tools_by_search_and_c
 async def test_children_whose_parents_end_the_server_did_not_outlive_are_ended_by_the_next(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()
-        plan = (
-            '[{"tool": "session_message", "args": {"message": "<<plan [{\\"say\\": \\"c\\"}]>>", "wait_seconds": 20}}]'
-        )
+        plan = f"[{CHILD}]"
         root = (await here.run(project, plan))["session_id"]
         (child,) = (await here.ask("session_get", session_id=root))["children"]
         # As a kill between the two commits leaves it.
