@@ -18,7 +18,7 @@ import pytest
 
 import oubliette
 from oubliette import Caller
-from tests.kit.inhabitants import inhabitants, namespace
+from tests.kit.inhabitants import Namespace, inhabitants, namespace
 from tests.kit.lender import lending
 from tests.kit.mcp_caller import McpCaller
 from tests.kit.records import records
@@ -222,7 +222,7 @@ async def test_a_server_killed_over_progress_keeps_the_call(tmp_path: Path, poin
 # -- the client in the box is killed ----------------------------------------------------------------------------------
 
 
-def clients(box: str) -> list[int]:
+def clients(box: Namespace) -> list[int]:
     """The client programs that run in a box."""
     found = [(pid, (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")) for pid in inhabitants(box)]
     return [pid for pid, argv in found if b"client" in argv]

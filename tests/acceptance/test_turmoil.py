@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from oubliette import Caller
-from tests.kit.inhabitants import inhabitants, namespace
+from tests.kit.inhabitants import Namespace, inhabitants, namespace
 from tests.kit.records import records
 from tests.kit.scene import Scene, lent, planned, scene
 from tests.kit.server import ServerProcess
@@ -76,7 +76,7 @@ async def test_a_storm_of_calls_survives_servers_that_end_at_any_moment(tmp_path
     assert sorted(ran) == list(range(3 * CALLS))
 
 
-def programs(box: str, word: bytes) -> list[int]:
+def programs(box: Namespace, word: bytes) -> list[int]:
     """Processes in a box whose command has this word."""
     commands = {pid: (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0") for pid in inhabitants(box)}
     return [pid for pid, command in commands.items() if word in command]
