@@ -1,5 +1,6 @@
 """Identifiers: who makes which, and what they look like."""
 
+import hashlib
 import re
 import secrets
 import time
@@ -11,6 +12,13 @@ SESSION = re.compile(r"gogol_\d{8}_\d{6}_[0-9a-f]{8}\Z")
 def new_uuid() -> str:
     """A project, a workspace or a request: UUIDv4."""
     return str(uuid.uuid4())
+
+
+def call_uuid(session_id: str, call_key: str) -> str:
+    """The id of the request that a call key names: as random as the key, and the same for the same."""
+    digest = hashlib.sha256(f"{session_id}\0{call_key}".encode("utf-8", "surrogatepass")).hexdigest()
+    variant = "89ab"[int(digest[16], 16) & 3]
+    return f"{digest[:8]}-{digest[8:12]}-4{digest[13:16]}-{variant}{digest[17:20]}-{digest[20:32]}"
 
 
 def new_session_id(now: float) -> str:

@@ -118,7 +118,7 @@ class Answering:
         entry = _entry(actor, door, "caller_tool_progress", session_id, request_id)
 
         async def write(tx: Tx) -> tuple[float, int] | None:
-            deadline_at = await calls.extend(tx, request_id, wanted)
+            deadline_at = await calls.extend(tx, session_id, request_id, wanted)
             if deadline_at is None:
                 return None
             event = told if extend_s is None else msgspec.structs.replace(told, deadline_at=deadline_at)

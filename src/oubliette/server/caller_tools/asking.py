@@ -95,7 +95,7 @@ class Asking:
         now = self._clock.now()
         timeout_s = tool.timeout_s or desk.declaration.timeout_s or self._timeout_s
         call = Call(
-            request_id=ids.new_uuid(),
+            request_id=ids.call_uuid(desk.session_id, key),
             session_id=desk.session_id,
             call_key=key,
             tool=tool.name,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oubliette.server import ids
 from oubliette.server.caller_tools.ledger import ANSWERS, Call, State, Stimulus
 from oubliette.server.errors import CallKeyReused
 from oubliette.server.storage.database import Row, Tx
@@ -16,19 +17,22 @@ _INSERT = (
     "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, arguments, owner, instance, state,"
     " created_at, deadline_at, deadline_max_at, timeout_s, request_index)"
     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT next_index FROM sessions WHERE id = ?))"
-    " ON CONFLICT (session_id, call_key) DO NOTHING"
+    " ON CONFLICT (session_id, request_id) DO NOTHING"
 )
 _BY_KEY = (
     f"SELECT {_COLUMNS}, request_index, digest, kind FROM calls"  # noqa: S608 - names of columns, all ours
-    " WHERE session_id = ? AND call_key = ?"
+    " WHERE session_id = ? AND request_id = ?"
 )
-_BY_ID = f"SELECT {_COLUMNS} FROM calls WHERE request_id = ? AND session_id = ? AND kind = ?"  # noqa: S608
+_BY_ID = f"SELECT {_COLUMNS} FROM calls WHERE session_id = ? AND request_id = ? AND kind = ?"  # noqa: S608
 _PENDING = (
     f"SELECT {_COLUMNS}, request_index, digest, arguments FROM calls"  # noqa: S608
     " JOIN sessions ON sessions.id = calls.session_id WHERE calls.state = 'pending' AND calls.kind = ?"
 )
 _OLDEST_FIRST = " ORDER BY calls.created_at, calls.request_index"
-_END = "UPDATE calls SET state = ?, ended_at = ?, outcome = ? WHERE request_id = ? AND state = 'pending'"
+_END = (
+    "UPDATE calls SET state = ?, ended_at = ?, outcome = ?"
+    " WHERE session_id = ? AND request_id = ? AND state = 'pending'"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ async def insert(tx: Tx, call: Call, *, digest: bytes, arguments: bytes) -> Reco
     )
     if inserted == 1:
         return None
-    row = await tx.one(_BY_KEY, call.session_id, call.call_key)
+    row = await tx.one(_BY_KEY, call.session_id, call.request_id)
     assert row is not None
     if row[-2] != digest or row[-1] != KIND:
         raise CallKeyReused("this call key was used for another call: every call needs a fresh one")
@@ -105,7 +109,7 @@ async def end(tx: Tx, call: Call, stimulus: Stimulus, now: float) -> bool:
 
     An answer has to come before the deadline; an expiry is only that of the deadline it waited for.
     """
-    ending = (call.state.value, call.ended_at, call.outcome, call.request_id)
+    ending = (call.state.value, call.ended_at, call.outcome, call.session_id, call.request_id)
     if stimulus in ANSWERS:
         changed = await tx.run(_END + " AND deadline_at > ?", *ending, now)
     elif stimulus is Stimulus.EXPIRE:
@@ -115,25 +119,26 @@ async def end(tx: Tx, call: Call, stimulus: Stimulus, now: float) -> bool:
     return changed == 1
 
 
-async def extend(tx: Tx, request_id: str, deadline_at: float) -> float | None:
+async def extend(tx: Tx, session_id: str, request_id: str, deadline_at: float) -> float | None:
     """Move a pending call's deadline on, never back and not beyond its maximum: where it is then."""
     row = await tx.one(
         "UPDATE calls SET deadline_at = min(deadline_max_at, max(deadline_at, ?))"
-        " WHERE request_id = ? AND state = 'pending' RETURNING deadline_at",
+        " WHERE session_id = ? AND request_id = ? AND state = 'pending' RETURNING deadline_at",
         deadline_at,
+        session_id,
         request_id,
     )
     return row[0] if row is not None else None
 
 
 async def find(tx: Tx, session_id: str, request_id: str) -> Call | None:
-    row = await tx.one(_BY_ID, request_id, session_id, KIND)
+    row = await tx.one(_BY_ID, session_id, request_id, KIND)
     return _call(row) if row is not None else None
 
 
 async def of_key(tx: Tx, session_id: str, call_key: str) -> tuple[Call, bytes] | None:
     """The caller-tool call of this key, with its digest."""
-    row = await tx.one(_BY_KEY, session_id, call_key)
+    row = await tx.one(_BY_KEY, session_id, ids.call_uuid(session_id, call_key))
     return (_call(row), row[-2]) if row is not None and row[-1] == KIND else None
 
 
@@ -152,15 +157,20 @@ def _stored(row: Row) -> Stored:
     return Stored(call=_call(row), index=row[-3], digest=row[-2], arguments=row[-1])
 
 
-async def count_delivery(tx: Tx, request_id: str, redelivery: int) -> None:
-    await tx.run("UPDATE calls SET redelivery = ? WHERE request_id = ? AND state = 'pending'", redelivery, request_id)
+async def count_delivery(tx: Tx, session_id: str, request_id: str, redelivery: int) -> None:
+    await tx.run(
+        "UPDATE calls SET redelivery = ? WHERE session_id = ? AND request_id = ? AND state = 'pending'",
+        redelivery,
+        session_id,
+        request_id,
+    )
 
 
 async def forget(tx: Tx, ended_before: float, rows: int) -> int:
     """Delete calls of sessions that ended long ago; later answers to them are `unknown`."""
     return await tx.run(
-        "DELETE FROM calls WHERE request_id IN (SELECT calls.request_id FROM calls"
-        " JOIN sessions ON sessions.id = calls.session_id WHERE sessions.ended_at < ? LIMIT ?)",
+        "DELETE FROM calls WHERE (session_id, request_id) IN (SELECT calls.session_id, calls.request_id FROM sessions"
+        " CROSS JOIN calls WHERE calls.session_id = sessions.id AND sessions.ended_at < ? LIMIT ?)",
         ended_before,
         rows,
     )

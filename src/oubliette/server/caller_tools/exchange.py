@@ -180,7 +180,7 @@ class Exchange:
             return None
         if redelivery > one.call.redelivery:
             one.call = structs.replace(one.call, redelivery=redelivery)
-            self._tasks.create_task(self._count_delivery(request_id, redelivery))
+            self._tasks.create_task(self._count_delivery(one.call.session_id, request_id, redelivery))
         return one.announcement()
 
     def absent(self, reach_id: str) -> None:
@@ -194,8 +194,8 @@ class Exchange:
         unreached = [one for one in tree.pending() if self._carriers.is_on(reach_id, one.call.request_id) is None]
         await asyncio.gather(*(self._ends.see_to(one, Stimulus.DISCONNECT) for one in unreached))
 
-    async def _count_delivery(self, request_id: str, redelivery: int) -> None:
+    async def _count_delivery(self, session_id: str, request_id: str, redelivery: int) -> None:
         async def write(tx: Tx) -> None:
-            await calls.count_delivery(tx, request_id, redelivery)
+            await calls.count_delivery(tx, session_id, request_id, redelivery)
 
         await self._database.write(write)

@@ -64,8 +64,8 @@ class Once:
         async def write(tx: Tx) -> Row | None:
             entered = await tx.run(
                 "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, state, created_at)"
-                " VALUES (?, ?, ?, ?, ?, ?, 'running', ?) ON CONFLICT (session_id, call_key) DO NOTHING",
-                ids.new_uuid(),
+                " VALUES (?, ?, ?, ?, ?, ?, 'running', ?) ON CONFLICT (session_id, request_id) DO NOTHING",
+                ids.call_uuid(session_id, key),
                 session_id,
                 key,
                 KIND,
@@ -76,7 +76,9 @@ class Once:
             if entered == 1:
                 return None
             return await tx.one(
-                "SELECT digest, state, outcome FROM calls WHERE session_id = ? AND call_key = ?", session_id, key
+                "SELECT digest, state, outcome FROM calls WHERE session_id = ? AND request_id = ?",
+                session_id,
+                ids.call_uuid(session_id, key),
             )
 
         return await self._database.write(write)
@@ -98,12 +100,12 @@ class Once:
 
         async def write(tx: Tx) -> None:
             await tx.run(
-                "UPDATE calls SET state = ?, outcome = ?, ended_at = ? WHERE session_id = ? AND call_key = ?",
+                "UPDATE calls SET state = ?, outcome = ?, ended_at = ? WHERE session_id = ? AND request_id = ?",
                 state,
                 outcome,
                 now,
                 session_id,
-                key,
+                ids.call_uuid(session_id, key),
             )
 
         await self._database.write(write)
@@ -111,7 +113,9 @@ class Once:
     async def _drop(self, session_id: str, key: str) -> None:
         async def write(tx: Tx) -> None:
             await tx.run(
-                "DELETE FROM calls WHERE session_id = ? AND call_key = ? AND state = 'running'", session_id, key
+                "DELETE FROM calls WHERE session_id = ? AND request_id = ? AND state = 'running'",
+                session_id,
+                ids.call_uuid(session_id, key),
             )
 
         await self._database.write(write)

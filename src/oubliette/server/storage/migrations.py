@@ -42,13 +42,14 @@ _FIRST = (
         stop_reason TEXT, text TEXT, error TEXT, usage TEXT,
         PRIMARY KEY (session_id, number)) WITHOUT ROWID""",
     # Every writing request of a box: caller tools and operations alike (a call key names it to the droid's side).
+    # Its id is made of session and call key, so that one index keeps both unique.
     """CREATE TABLE calls (
-        request_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, call_key TEXT NOT NULL,
+        session_id TEXT NOT NULL, request_id TEXT NOT NULL, call_key TEXT NOT NULL,
         kind TEXT NOT NULL, tool TEXT NOT NULL, digest BLOB NOT NULL, arguments BLOB, request_index INTEGER,
         owner TEXT, instance TEXT, state TEXT NOT NULL, redelivery INTEGER NOT NULL DEFAULT 0,
         created_at REAL NOT NULL, deadline_at REAL, deadline_max_at REAL, timeout_s REAL,
         ended_at REAL, outcome BLOB,
-        UNIQUE (session_id, call_key))""",
+        PRIMARY KEY (session_id, request_id))""",
     "CREATE INDEX calls_pending ON calls (created_at) WHERE state = 'pending'",
     """CREATE TABLE boxes (
         id TEXT PRIMARY KEY, session_id TEXT NOT NULL, runtime TEXT NOT NULL, handle TEXT NOT NULL,
