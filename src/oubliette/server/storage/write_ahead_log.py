@@ -33,6 +33,7 @@ class WriteAheadLog:
         self._checkpoint_from = checkpoint_from
         self._restart_from = restart_from
         self._commits = 0
+        self._copied = 0  # how long the log was when it was last copied
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._busy = threading.Lock()
 
@@ -42,9 +43,15 @@ class WriteAheadLog:
         if self._commits % COMMITS_BETWEEN_LOOKS:
             return
         written = self._written()
+        if written < self._copied:
+            self._copied = 0  # begun anew
         if written > self._restart_from:
             self._checkpoint(writer, "RESTART")
-        elif written > self._checkpoint_from and self._busy.acquire(blocking=False):
+            self._copied = 0
+        elif written > self._checkpoint_from + self._copied and self._busy.acquire(blocking=False):
+            # Under load the log has always grown by the time that it is copied, and is not begun anew: copy what is
+            # new when that is worth a sync again.
+            self._copied = written
             self._thread.submit(self._checkpoint_aside)
 
     def _written(self) -> int:
