@@ -6,6 +6,7 @@ connections of our own (see `stream.py`, `lane.py`).
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 HEAD_BYTES_MAX = 64 * 1024
 BODY_BYTES_MAX = 16 * 1024 * 1024
@@ -26,7 +27,7 @@ class Response:
 
 @dataclass(slots=True)
 class Head:
-    """What of a response's head anybody looks at."""
+    """What of a response's head anybody looks at; not changed once it is read."""
 
     status: int
     content_type: bytes = b""
@@ -159,6 +160,7 @@ def _chunk_size(line: bytes) -> int:
         raise BadResponse("a chunk has no size") from None
 
 
+@lru_cache(maxsize=32)  # a server says the same again and again
 def parse_head(text: bytes) -> Head:
     lines = text.split(b"\r\n")
     version, _, rest = lines[0].partition(b" ")
