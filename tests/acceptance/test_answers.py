@@ -176,3 +176,19 @@ async def test_a_revoked_owner_answers_nothing_any_more(here: Scene) -> None:
             )
             assert posted.status == 401
             assert "error" in await box.answer(asked)
+
+
+@pytest.mark.seed("CTR-SECURITY.1")
+async def test_a_droid_does_not_answer_its_own_calls_even_by_its_callers_key(here: Scene) -> None:
+    owner = await here.token("admin")
+    async with here.caller(owner["token"]) as caller:
+        session_id = await here.rest(caller, context=lent(), oubliette_api_key=owner["token"])
+        async with here.box(session_id) as box:
+            asked = await box.request("caller_tool", tool="any", arguments={})
+            request = await caller.request()
+            names = {"session_id": session_id, "request_id": request["request_id"]}
+            for tool in ("caller_tool_response", "caller_tool_pending", "caller_tool_poll", "caller_tool_progress"):
+                told = await box.ask("oubliette_call_tool", api_key=owner["token"], tool=tool, arguments=names)
+                assert told["error"]["code"] == -32002, tool
+            assert (await caller.answer(request, "from outside"))["accepted"]
+            assert (await box.answer(asked))["result"] == "from outside"

@@ -217,3 +217,20 @@ async def test_depth_and_number_of_children_are_bounded(tmp_path: Path) -> None:
             refused = await below.ask("session_message", message="no plan")
             assert refused["error"]["data"]["kind"] == "too_many"
             assert "max_recursion_depth" in refused["error"]["message"]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("pause", [0.0, 0.1, 0.2])
+async def test_a_session_that_was_starting_when_its_server_ended_starts_all_the_same(
+    tmp_path: Path, how: str, pause: float
+) -> None:
+    async with ServerProcess(tmp_path / "home") as server, scene(server) as here, here.caller() as caller:
+        plan = [{"tool": "ant_any", "expect": {"is_error": False, "contains": "hello"}}]
+        session_id = await here.start(caller, plan, context=lent())
+        await asyncio.sleep(pause)
+        await (server.kill() if how == "kill" else server.stop())
+        await server.restart()
+        await caller.open_stream()
+        await caller.answer(await caller.request(), "hello")
+        turn = (await here.turn(session_id)).worked()
+        assert len(turn.of("caller_tool_request")) == 1
