@@ -38,7 +38,7 @@ CALL = (
 )
 # Those of progress, and of an operation of the platform.
 PROGRESS = ("progress:after_row", "progress:after_commit")
-OPERATION = ("operation:before_reply",)
+OPERATION = ("operation:after_row", "operation:after_effect", "operation:before_reply")
 WORK = {
     "name": "work",
     "inputSchema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
@@ -183,20 +183,27 @@ async def test_a_server_killed_over_and_over_still_delivers_once(tmp_path: Path)
 
 @pytest.mark.parametrize("point", OPERATION)
 async def test_a_killed_server_does_not_do_an_operation_twice(tmp_path: Path, point: str) -> None:
+    """Once it is known how it went the droid is told; before that, that nobody knows; it is never just run again."""
     async with ServerProcess(tmp_path / "home", mark=point) as server, scene(server) as here:
         key = await here.token("write")
         plan = [
-            {"tool": "oubliette_project_create", "args": {"name": "only one"}, "expect": {"is_error": False}},
-            {"say": "made $last.id"},
+            {"tool": "oubliette_project_create", "args": {"name": "only one"}},
+            {"say": "[$last]"},
         ]
         async with here.caller() as caller:
             session_id = await here.start(caller, plan, oubliette_api_key=key["token"])
             assert await server.died() == -signal.SIGKILL
             await server.restart()
             turn = (await here.turn(session_id)).worked()
-        (made,) = (await server.ask("project_list", name_contains="only one"))["projects"]
-        assert f"made {made['id']}" in turn.text
-        assert len(records(server.home, "audit", operation="project_create", token_id=key["id"])) == 1
+        made = (await server.ask("project_list", name_contains="only one"))["projects"]
+        assert len(made) == (0 if point == "operation:after_row" else 1)
+        if point == "operation:before_reply":
+            assert turn.failed == [False]
+            assert made[0]["id"] in turn.text
+        else:
+            assert turn.failed == [True]
+            assert "whether it took effect is not known" in turn.text
+        assert len(records(server.home, "audit", operation="project_create", token_id=key["id"])) == len(made)
 
 
 @pytest.mark.parametrize("point", PROGRESS)

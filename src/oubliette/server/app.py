@@ -278,7 +278,7 @@ class App:
             gate=self.gate,
             boxes=boxes,
             keepers=processes,
-            once=Once(database, clock),
+            once=Once(database, clock, mark),
             times=Times(
                 timeout_s=settings.caller_tool_timeout_s,
                 timeout_max_s=settings.caller_tool_timeout_max_s,

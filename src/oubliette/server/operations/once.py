@@ -18,10 +18,15 @@ from oubliette.wire.relay import CALL_KEY_MAX
 KIND = "operation"
 
 
+def _unmarked(name: str) -> None:
+    """Commit points are named so that tests can stop a server right there; a server itself does not."""
+
+
 class Once:
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: Database, clock: Clock, mark: Callable[[str], None] | None = None) -> None:
         self._database = database
         self._clock = clock
+        self._mark = mark if mark is not None else _unmarked
         self._running: dict[tuple[str, str], asyncio.Future[bytes]] = {}
 
     async def run(
@@ -43,7 +48,9 @@ class Once:
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._running[session_id, key] = future
         try:
+            self._mark("operation:after_row")
             outcome = await work()
+            self._mark("operation:after_effect")
             await self._leave(session_id, key, "done", outcome)
             future.set_result(outcome)
             return outcome
