@@ -14,6 +14,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -271,22 +272,9 @@ class Post:
         await self._line.drain()
 
     def _begin(self, status: int, headers: RawHeaders) -> None:
-        self._is_chunked = status not in (204, 304)
-        lines = [b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b""))]
-        for name, value in (*self._line.default_headers, *headers):
-            if name == b"content-length":
-                self._is_chunked = False
-            elif name == b"connection" and value == b"close":
-                self.closes = True
-            lines.append(b"%b: %b\r\n" % (name, value))
-        if self._line.is_ending and not self.closes and self._line.is_last(self):
-            lines.append(b"connection: close\r\n")
-            self.closes = True
-        lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines) + self._is_chunked:
-            raise ValueError("a header of a response holds a line end")
-        self._out.append(head)
+        ends = self._line.is_ending and self._line.is_last(self)
+        out, self._is_chunked, self.closes = head(status, (*self._line.default_headers, *headers), ends)
+        self._out.append(out)
         self._has_begun = True
 
     def _break_off(self) -> None:
@@ -299,3 +287,24 @@ class Post:
 
 
 _PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+@lru_cache(maxsize=256)
+def head(status: int, headers: tuple[tuple[bytes, bytes], ...], ends: bool) -> tuple[bytes, bool, bool]:
+    """The head of a response, whether its body is chunked, and whether it closes the connection."""
+    is_chunked = status not in (204, 304)
+    closes = ends
+    lines = [b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b""))]
+    for name, value in headers:
+        if name == b"content-length":
+            is_chunked = False
+        elif name == b"connection" and value == b"close":
+            closes, ends = True, False
+        lines.append(b"%b: %b\r\n" % (name, value))
+    if ends:
+        lines.append(b"connection: close\r\n")
+    lines.append(b"transfer-encoding: chunked\r\n\r\n" if is_chunked else b"\r\n")
+    encoded = b"".join(lines)
+    if encoded.count(b"\n") != len(lines) + is_chunked:
+        raise ValueError("a header of a response holds a line end")
+    return encoded, is_chunked, closes

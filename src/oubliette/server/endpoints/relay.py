@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._searched = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = 0  # requests that are being worked on
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._ids = 0
         self._lines: list[bytes] = []
@@ -184,9 +184,7 @@ class Connection(asyncio.Protocol):
             self._bye(failures.as_rpc(refusal), request_id)
         else:
             self._attaching = True
-            task = self._relay.spawn(self._finish_attach(request_id, asked))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._relay.spawn(self._finish_attach(request_id, asked))
 
     async def _finish_attach(self, request_id: jsonrpc.Id, asked: relay.Attach) -> None:
         try:
@@ -213,12 +211,11 @@ class Connection(asyncio.Protocol):
         if not isinstance(frame.id, int | str):
             self._refuse(frame, jsonrpc.INVALID_REQUEST, "invalid_request", "an id is a string or an integer")
             return
-        if len(self._tasks) >= OPEN_REQUESTS_MAX:
+        if self._open >= OPEN_REQUESTS_MAX:
             self._refuse(frame, jsonrpc.SERVER_ERROR, "too_many", "too many requests are open on this connection")
             return
-        task = self._relay.spawn(self._serve(frame.id, method, frame))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._open += 1
+        self._relay.spawn(self._serve(frame.id, method, frame))
 
     async def _serve(self, request_id: jsonrpc.Id, method: str, frame: jsonrpc.Frame) -> None:
         try:
@@ -227,6 +224,8 @@ class Connection(asyncio.Protocol):
             line = jsonrpc.error(request_id, failures.as_rpc(InvalidParams(f"{method}: {error}")))
         except Exception as failure:
             line = jsonrpc.error(request_id, failures.as_rpc(failure))
+        finally:
+            self._open -= 1
         if len(line) > relay.FRAME_BYTES_MAX:
             too_large = failures.problem(jsonrpc.SERVER_ERROR, "too_large", "the result is over the frame bound")
             line = jsonrpc.error(request_id, too_large)

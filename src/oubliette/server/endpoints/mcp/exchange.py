@@ -49,6 +49,33 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
+class Young:
+    """Requests that have only just begun; who stays among them is watched. One timer for all of them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._since: dict[Exchange, float] = {}  # oldest first
+        self._is_looking = False
+
+    def add(self, exchange: "Exchange") -> None:
+        self._since[exchange] = self._loop.time()
+        if not self._is_looking:
+            self._is_looking = True
+            self._loop.call_later(WATCH_AFTER_S, self._look)
+
+    def discard(self, exchange: "Exchange") -> None:
+        self._since.pop(exchange, None)
+
+    def _look(self) -> None:
+        before = self._loop.time() - WATCH_AFTER_S
+        for exchange in [one for one, since in self._since.items() if since <= before]:
+            del self._since[exchange]
+            exchange.watch()
+        self._is_looking = bool(self._since)
+        if self._is_looking:
+            self._loop.call_later(WATCH_AFTER_S, self._look)
+
+
 class Exchange:
     def __init__(
         self,
@@ -81,7 +108,6 @@ class Exchange:
     async def run(self, work: Coroutine[Any, Any, Answer]) -> None:
         """Run the handler to its answer and send that; the handler's own errors are answers already."""
         self._task = asyncio.current_task()
-        timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._watch)
         try:
             status, answer = await work
         except asyncio.CancelledError:
@@ -89,7 +115,6 @@ class Exchange:
                 raise
             status, answer = 200, self._cancelled
         finally:
-            timer.cancel()
             task, self._task = self._task, None
         if self._cancelled is not None:
             if task is not None:
@@ -116,7 +141,7 @@ class Exchange:
             else:
                 self._opened(self, self._stream)
                 self._writer = self._tasks.create_task(self._stream.write(self._send))
-                self._watch()
+                self.watch()
         return self._stream
 
     def abandon(self) -> None:
@@ -140,7 +165,8 @@ class Exchange:
         if self._leaving_cancels and self._last is None:
             self.cancel()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Notice from now on when the client leaves: this takes longer than most."""
         if not self._watched and self._task is not None:
             self._watched = True
             self._tasks.create_task(self._await_leaving())

@@ -35,7 +35,7 @@ from oubliette.server.endpoints.mcp.contract import (
     ToolResult,
 )
 from oubliette.server.endpoints.mcp.door import Door
-from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, send_empty, send_json, until_gone
+from oubliette.server.endpoints.mcp.exchange import Answer, Exchange, Receive, Young, send_empty, send_json, until_gone
 from oubliette.server.endpoints.mcp.headers import Doors, Headers, accepts, mirror_problem, read
 from oubliette.server.endpoints.mcp.methods import Methods, arguments_of, decoded
 from oubliette.server.endpoints.mcp.posted import SERVER_KEY, Params, Posted, Refused
@@ -108,6 +108,7 @@ class McpEndpoint:
         self._complete = (b'"resultType":"complete"', server_info)
 
     async def __aenter__(self) -> Self:
+        self._young = Young()
         await self._tasks.__aenter__()
         self._ticking = self._tasks.create_task(self._streams.keep())
         return self
@@ -224,12 +225,14 @@ class McpEndpoint:
         key = None if session is None else (session.id, message.id)
         self._load[actor.principal] += 1
         self._running.add(exchange)
+        self._young.add(exchange)
         if key is not None:
             self._cancellable[key] = exchange
         try:
             await exchange.run(self._answer(context, message, headers))
         finally:
             self._running.discard(exchange)
+            self._young.discard(exchange)
             self._streams.remove_request(exchange)
             if key is not None and self._cancellable.get(key) is exchange:
                 del self._cancellable[key]
