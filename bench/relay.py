@@ -78,6 +78,11 @@ def show(field: Sequence[Contestant]) -> None:
     for one in field:
         cells = [statistics.median(cpu[role] for cpu in rounds) for rounds in one.cpu for role in roles]
         print(f"{one.name:22}" + "".join(f"{cell:>12.1f}" for cell in cells))
+    for one in field:
+        if one.lost:
+            print(
+                f"\n{one.name}: connections were lost in {one.lost} rounds of {len(one.alone)} (one: an idle one ended)"
+            )
 
 
 def judge(first: Contestant, mine: Contestant) -> bool:

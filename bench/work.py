@@ -138,6 +138,7 @@ class Contestant:
     crowded: list[Measured] = field(default_factory=list[Measured])
     alone_cpu: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     crowded_cpu: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    lost: int = 0  # rounds in which somebody lost a connection: they tell of that, not of a relayed call
 
     @property
     def cpu(self) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -148,6 +149,7 @@ class Contestant:
         self.agent.calls(500, in_flight, self.tool)
 
     def round(self, alone: int, crowded: int, in_flight: int) -> None:
+        connected = {pid: sockets(pid) for pid in self.pids.values()}
         for count, width, results, cpu in (
             (alone, 1, self.alone, self.alone_cpu),
             (crowded, in_flight, self.crowded, self.crowded_cpu),
@@ -155,10 +157,22 @@ class Contestant:
             before = {role: cpu_s(pid) for role, pid in self.pids.items()}
             results.append(self.agent.calls(count, width, self.tool))
             cpu.append({role: (cpu_s(pid) - before[role]) / count * 1e6 for role, pid in self.pids.items()})
+        self.lost += any(before - sockets(pid) for pid, before in connected.items())
 
 
 def request(request_id: int, method: str, params: Any) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": request_id, "method": method, "params": params}
+
+
+def sockets(pid: int) -> set[str]:
+    """The open sockets of a process, by their inodes."""
+    found: set[str] = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.add(str(descriptor.readlink()))
+        except FileNotFoundError:
+            continue
+    return {one for one in found if one.startswith("socket:")}
 
 
 def cpu_s(pid: int) -> float:
