@@ -206,6 +206,26 @@ async def test_a_killed_server_does_not_do_an_operation_twice(tmp_path: Path, po
         assert len(records(server.home, "audit", operation="project_create", token_id=key["id"])) == len(made)
 
 
+@pytest.mark.parametrize("tool", ["session_message", "oubliette_session_spawn"])
+async def test_a_droid_that_waits_for_its_child_is_joined_with_it_again(tmp_path: Path, tool: str) -> None:
+    """The child was started once and for all; only the wait for it was cut off, and is begun anew."""
+    child = 'Wait. <<plan [{"sleep": 1.5}, {"say": "the child is done"}]>>'
+    async with ServerProcess(tmp_path / "home") as server, scene(server) as here, here.caller() as caller:
+        plan: list[dict[str, Any]] = [
+            {
+                "tool": tool,
+                "args": {"message": child, "wait_seconds": 30},
+                "expect": {"is_error": False, "contains": "the child is done"},
+            }
+        ]
+        session_id = await here.start(caller, plan, oubliette_scope="write")
+        await here.until(session_id, "child_started")
+        await server.kill()
+        await server.restart()
+        turn = (await here.turn(session_id)).worked()
+        assert len(turn.of("child_started")) == 1
+
+
 @pytest.mark.parametrize("point", PROGRESS)
 async def test_a_server_killed_over_progress_keeps_the_call(tmp_path: Path, point: str) -> None:
     async with stage(tmp_path, point) as (here, session_id), here.caller() as caller:

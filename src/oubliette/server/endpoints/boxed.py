@@ -164,8 +164,10 @@ class Boxed:
         arguments = _encode_sorted(asked.arguments)
         operation = self.gate.find(asked.tool)
 
+        asking = Asked(actor=actor, door="relay")
+
         async def work() -> bytes:
-            return _encode(await self._operate(Asked(actor=actor, door="relay"), asked.tool, arguments))
+            return _encode(await self._operate(asking, asked.tool, arguments))
 
         if operation is None or not operation.writes:
             outcome = await work()
@@ -176,19 +178,24 @@ class Boxed:
             )
         else:
             outcome = await self.once.run(session_id, asked.call_key, asked.tool, arguments, work)
+            if operation.wait is not None:
+                outcome = await self._waited(asking, operation, arguments, outcome)
         self.mark("operation:before_reply")
         return msgspec.Raw(outcome)
 
     async def _operate(self, asked: Asked, name: str, arguments: bytes) -> dict[str, Any]:
         """An operation as an MCP result: what the tool itself refuses is a result with `isError`."""
         try:
-            result = await self.gate.call(asked, name, arguments)
+            result = await self.gate.effect(asked, name, arguments)
         except (Unauthenticated, Forbidden, UnknownTool):
             raise
         except OublietteError as failure:
             told = failures.as_rpc(failure)
             meta = {"dev.oubliette/error": {"code": told.code, **(told.data or {})}}
             return {"content": [{"type": "text", "text": failure.message}], "isError": True, "_meta": meta}
+        return self._result(name, result)
+
+    def _result(self, name: str, result: msgspec.Struct) -> dict[str, Any]:
         encoded = _encode(result)
         operation = self.gate.find(name)
         is_error = operation is not None and operation.refused is not None and operation.refused(result)
@@ -197,6 +204,14 @@ class Boxed:
             "structuredContent": msgspec.Raw(encoded),
             "isError": is_error,
         }
+
+    async def _waited(self, asking: Asked, operation: Operation[Any], arguments: bytes, outcome: bytes) -> bytes:
+        """What is kept of a call is its effect; the wait behind it is begun anew whenever it is asked for."""
+        stored = msgspec.json.decode(outcome, type=_Stored)
+        if stored.structuredContent is msgspec.UNSET:
+            return outcome
+        told = await self.gate.waited(asking, operation, arguments, bytes(stored.structuredContent))
+        return _encode(self._result(operation.name, told))
 
     # -- child sessions -----------------------------------------------------------------------------------------
 
@@ -226,10 +241,14 @@ class Boxed:
                 told[name] = value
         arguments = _encode_sorted(told)
 
-        async def work() -> bytes:
-            return _encode(await self.gate.call(Asked(actor=actor, door="relay"), "session_message", arguments))
+        asking, operation = Asked(actor=actor, door="relay"), self.gate.find("session_message")
+        assert operation is not None
 
-        return msgspec.Raw(await self.once.run(session_id, asked.call_key, "session_message", arguments, work))
+        async def work() -> bytes:
+            return _encode(await self.gate.effect(asking, operation.name, arguments))
+
+        outcome = await self.once.run(session_id, asked.call_key, operation.name, arguments, work)
+        return await self.gate.waited(asking, operation, arguments, outcome)
 
     async def session_events(self, session_id: str, asked: relay.SessionEvents) -> object:
         actor = await self._creator(session_id)
@@ -255,6 +274,12 @@ class Boxed:
                 target=target,
             )
         )
+
+
+class _Stored(msgspec.Struct):
+    """A tool result as it was kept, as far as it is looked at."""
+
+    structuredContent: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def _shown(operation: Operation[Any]) -> dict[str, Any]:

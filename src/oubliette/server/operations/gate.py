@@ -42,7 +42,24 @@ class Gate:
         return self._operations.get(name)
 
     async def call(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> msgspec.Struct:
-        """Run an operation, or raise why not. `arguments` is its parameters, or their JSON."""
+        """Run an operation to its end, or raise why not. `arguments` is its parameters, or their JSON."""
+        operation, params = await self._admitted(asked, name, arguments)
+        result = await operation.run(self._rooms, asked, params)
+        return result if operation.wait is None else await operation.wait(self._rooms, asked, params, result)
+
+    async def effect(self, asked: Asked, name: str, arguments: bytes) -> msgspec.Struct:
+        """Run an operation without waiting for what comes of it."""
+        operation, params = await self._admitted(asked, name, arguments)
+        return await operation.run(self._rooms, asked, params)
+
+    async def waited(self, asked: Asked, operation: Operation[Any], arguments: bytes, outcome: bytes) -> msgspec.Struct:
+        """Wait for what comes of an effect whose outcome is known; the asker was admitted with it."""
+        told = msgspec.json.decode(outcome, type=operation.result)
+        if operation.wait is None:
+            return told
+        return await operation.wait(self._rooms, asked, _params(operation, arguments), told)
+
+    async def _admitted(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> tuple[Operation[Any], Any]:
         operation = self._operations.get(name)
         if operation is None:
             raise UnknownTool(f"no tool is named {name!r}")
@@ -55,7 +72,7 @@ class Gate:
             if operation.writes or isinstance(refusal, Forbidden):
                 await self._refused(asked, name, refusal.kind)
             raise
-        return await operation.run(self._rooms, asked, params)
+        return operation, params
 
     async def _check_target(self, operation: Operation[Any], actor: Actor, params: Any) -> None:
         """A narrowed token sees its project and nothing else; a derived key in it, its own tree of sessions."""

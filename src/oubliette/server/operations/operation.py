@@ -93,6 +93,8 @@ class Operation(Generic[P]):
     run: Callable[[Rooms, Asked, P], Awaitable[msgspec.Struct]]
     result: type[msgspec.Struct]
     writes: bool  # changes something, and leaves an audit row in the transaction that does
+    # What may be waited for once the effect is there, by the result so far; a wait that is cut off undoes nothing.
+    wait: Callable[[Rooms, Asked, P, Any], Awaitable[msgspec.Struct]] | None = None
     refused: Callable[[Any], bool] | None = None  # whether a result tells of a refusal
     title: str = ""
     destructive: bool = False  # loses something that cannot be had back

@@ -245,7 +245,7 @@ async def message(rooms: Rooms, asked: Asked, params: SessionMessage) -> Session
         raise InvalidParams("project_id is missing: say which project, or which session by session_id")
     else:
         messaged = await messages.message(actor, asked.door, params.project_id, wanted)
-    return await _messaged(rooms, asked, messaged, params.wait_seconds)
+    return await _messaged(rooms, asked, messaged)
 
 
 async def spawn(rooms: Rooms, asked: Asked, params: SessionSpawn) -> SessionMessaged:
@@ -257,37 +257,52 @@ async def spawn(rooms: Rooms, asked: Asked, params: SessionSpawn) -> SessionMess
         raise InvalidParams("project_id is missing: say in which project")
     else:
         messaged = await messages.spawn(actor, asked.door, params.project_id, wanted)
-    return await _messaged(rooms, asked, messaged, params.wait_seconds)
+    return await _messaged(rooms, asked, messaged)
 
 
-async def _messaged(rooms: Rooms, asked: Asked, messaged: Messaged, wait_s: float) -> SessionMessaged:
+async def _messaged(rooms: Rooms, asked: Asked, messaged: Messaged) -> SessionMessaged:
     session = messaged.session
     await rooms.sessions.bind(asked.actor, session, asked.stream_id)
-    is_owner = asked.actor.principal == session.owner
-    if wait_s > 0:
-        await follow(
-            rooms, asked, session, Seen(messaged.last_event_index), seconds=wait_s, turn=messaged.turn, until="idle"
-        )
-    if is_owner:
-        rooms.exchange.promise(session.id, PROMISE_ANSWER_S)
-    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=20))
-    turn = next((one for one in turns if one.number == messaged.turn), None)
-    current = await rooms.sessions.get(session.id)
-    declaration = current.declaration if is_owner else None
-    over = turn is not None and turn.ended_at is not None
-    return SessionMessaged(
+    told = SessionMessaged(
         session_id=session.id,
         spawned=messaged.spawned,
         workspace_id=session.workspace_id,
         workspace_created=messaged.workspace_created,
         last_event_index=messaged.last_event_index,
         turn=messaged.turn,
-        status=current.state.value,
+        status=session.state.value,
+    )
+    return await _as_it_is_now(rooms, asked, told)
+
+
+async def waited(
+    rooms: Rooms, asked: Asked, params: SessionMessage | SessionSpawn, told: SessionMessaged
+) -> SessionMessaged:
+    """What is told of a message once its turn ended, or once so long was waited for it."""
+    if params.wait_seconds <= 0:
+        return told
+    session = await rooms.sessions.get(told.session_id)
+    seen = Seen(told.last_event_index)
+    await follow(rooms, asked, session, seen, seconds=params.wait_seconds, turn=told.turn, until="idle")
+    return await _as_it_is_now(rooms, asked, told)
+
+
+async def _as_it_is_now(rooms: Rooms, asked: Asked, told: SessionMessaged) -> SessionMessaged:
+    session = await rooms.sessions.get(told.session_id)
+    is_owner = asked.actor.principal == session.owner
+    if is_owner:
+        rooms.exchange.promise(session.id, PROMISE_ANSWER_S)
+    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=20))
+    turn = next((one for one in turns if one.number == told.turn and one.ended_at is not None), None)
+    declaration = session.declaration if is_owner else None
+    return msgspec.structs.replace(
+        told,
+        status=session.state.value,
         caller_tools=declaration.names() if declaration is not None else None,
         pending_caller_requests=rooms.exchange.pending_count(session.id) if is_owner else 0,
-        result=turn.text if turn is not None and over else None,
-        stop_reason=turn.stop_reason if turn is not None and over else None,
-        error=turn.error if turn is not None and over else None,
+        result=turn.text if turn is not None else None,
+        stop_reason=turn.stop_reason if turn is not None else None,
+        error=turn.error if turn is not None else None,
     )
 
 
@@ -471,6 +486,7 @@ OPERATIONS = (
         " in a box of its own. Returns at once; follow by session_watch, session_events or your stream. A message for"
         " a busy session waits its turn.",
         run=message,
+        wait=waited,
         writes=True,
     ),
     Operation(
@@ -483,6 +499,7 @@ OPERATIONS = (
         summary="Start a new session with a first message, whatever else lives in its workspace. Inside a box it is a"
         " child of the box's session.",
         run=spawn,
+        wait=waited,
         writes=True,
     ),
     Operation(
