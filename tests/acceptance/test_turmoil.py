@@ -234,3 +234,20 @@ async def test_a_session_that_was_starting_when_its_server_ended_starts_all_the_
         await caller.answer(await caller.request(), "hello")
         turn = (await here.turn(session_id)).worked()
         assert len(turn.of("caller_tool_request")) == 1
+
+
+@pytest.mark.parametrize("pause", [0.02, 0.04, 0.06, 0.08, 0.1])
+async def test_a_droid_that_was_killed_before_it_had_its_derived_key_is_started_with_another(
+    tmp_path: Path, pause: float
+) -> None:
+    """Keys are never stored; one that the server derives itself can be derived again."""
+    async with ServerProcess(tmp_path / "home") as server, scene(server) as here, here.caller() as caller:
+        await here.rest(caller)  # whether boxes can be made is known from here on
+        plan = [{"tool": "oubliette_project_list", "args": {}, "expect": {"is_error": False}}]
+        session_id = await here.start(caller, plan, oubliette_scope="read")
+        await asyncio.sleep(pause)
+        await server.kill()
+        await server.restart()
+        (await here.turn(session_id)).worked()
+        live = [row for row in records(server.home, "tokens", session_id=session_id) if row["revoked_at"] is None]
+        assert len(live) == 1

@@ -114,8 +114,11 @@ class AcpDroids:
         if process is None:
             return None
         conversation = conversations.restored(process.conversation, self.epoch)
-        if process.lost is not None and conversation.turn is None and conversation.waiting is None:
-            logger.warning("a droid could not go on", extra={"process_id": process.id, "kind": process.lost_kind})
+        # A key is never stored: an agent that was not given it yet can only be started anew, with one.
+        is_keyless = conversation.needs_key and conversation.stage == "initialize"
+        if (process.lost is not None or is_keyless) and conversation.turn is None and conversation.waiting is None:
+            kind = process.lost_kind if process.lost is not None else "needs_key"
+            logger.warning("a droid could not go on", extra={"process_id": process.id, "kind": kind})
             await process.signal("KILL")
             await process.finish()
             return None
