@@ -99,6 +99,11 @@ async def ask(connection: RawConnection, body: bytes) -> bytes:
     return (await connection.reply()).body
 
 
+async def written(connection: RawConnection, data: bytes) -> None:
+    connection.writer.write(data)
+    await connection.writer.drain()
+
+
 async def closed(connection: RawConnection) -> bool:
     async with asyncio.timeout(SLOW_S):
         try:
@@ -179,6 +184,22 @@ async def test_what_is_no_such_post_waits_for_its_turn_and_goes_to_uvicorn() -> 
         app.let_go.set()
         replies = [(await connection.reply()).body for _ in range(4)]
         assert replies == [b"wait", b'{"status":"ok"}', b"other", b"last"]
+
+
+async def test_more_than_is_held_is_not_read_until_there_is_room() -> None:
+    async with serving() as (app, connection, _):
+        await begin(connection, PARALLEL)
+        bodies = [b"wait", *(b"%03d" % n * 20_000 for n in range(300))]
+        sending = asyncio.get_running_loop().create_task(
+            written(connection, b"".join(request(body, PARALLEL) for body in bodies))
+        )
+        await asyncio.wait_for(app.waits.wait(), SLOW_S)
+        await asyncio.sleep(0.1)
+        assert len(app.seen) <= posts.PARALLEL_MAX + 1
+        assert not sending.done()
+        app.let_go.set()
+        assert [(await connection.reply()).body for _ in bodies] == bodies
+        await sending
 
 
 async def test_a_body_over_the_bound_goes_to_uvicorn() -> None:
