@@ -254,6 +254,18 @@ async def test_a_box_that_dies_ends_its_turn_by_name_and_the_session_goes_on_in_
         assert (await here.run(project, '[{"say": "on"}]'))["result"] == "on"
 
 
+async def test_a_box_that_dies_between_turns_is_told_and_the_next_message_gets_another(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        first = await here.run(project, '[{"say": "one"}]')
+        (keeper,) = await pids(here)
+        os.kill(keeper, 9)
+        warning = await until(here, first["session_id"], "warning")
+        assert warning["kind"] == "box_lost"
+        second = await here.run(project, '[{"say": "two"}]')
+        assert (second["session_id"], second["result"], second.get("error")) == (first["session_id"], "two", None)
+
+
 async def test_a_derived_key_is_cut_to_its_creators_rights_and_dies_with_the_session(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()

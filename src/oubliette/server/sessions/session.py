@@ -10,7 +10,7 @@ from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.clock import Clock
 from oubliette.server.droids.driver import Droid, Outcome
 from oubliette.server.droids.driver import Session as DroidSession
-from oubliette.server.errors import OublietteError
+from oubliette.server.errors import DroidFailed, OublietteError
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.sessions import rows
@@ -194,11 +194,13 @@ class LiveSession:
 
     async def _work(self, turn: rows.Turn, droid: Droid) -> None:
         """Give a turn to the droid, unless it has it already, and wait for the end."""
-        if not droid.has_turn(turn.number):
-            await droid.prompt(turn.number, turn.prompt)
         timer = asyncio.get_running_loop().call_later(LISTED_WITHIN_S, self._look_for_tools)
         try:
+            if not droid.has_turn(turn.number):
+                await droid.prompt(turn.number, turn.prompt)
             await self._wait_over(droid)
+        except DroidFailed as failure:
+            self._loss = failure.message
         finally:
             timer.cancel()
         if self._loss is not None:
@@ -227,9 +229,11 @@ class LiveSession:
         rooms = self._rooms
         self._loss = None
         self._listed = False
+        if self._box is not None and self._box.link is None:
+            await self._clear()  # nothing can be started where no keeper is
         if self._box is None:
             row = self._row
-            self._box = await rooms.boxes.make(row.id, row.project_id, row.workspace_id, lost=self.droid_ended)
+            self._box = await rooms.boxes.make(row.id, row.project_id, row.workspace_id, lost=self._box_lost)
         key, said = await rooms.keys.for_droid(self._id)
         if said:
             await self._say(*said)
@@ -237,7 +241,7 @@ class LiveSession:
         return self._droid
 
     async def _resume(self) -> None:
-        box = await self._rooms.boxes.adopt(self._id, lost=self.droid_ended)
+        box = await self._rooms.boxes.adopt(self._id, lost=self._box_lost)
         if box is None:
             return
         self._box = box
@@ -283,6 +287,14 @@ class LiveSession:
             return await self._rooms.events.append(tx, self._id, said, now)
 
         self._rooms.following.wake(self._id, await self._rooms.database.write(write))
+
+    def _box_lost(self, reason: str) -> None:
+        """The box ended by itself, and has been cleared away: the next turn makes another."""
+        self._box = None
+        if self._open_turn is None:
+            message = f"{reason}; the next message gets another, whose droid remembers nothing of this one"
+            self._rooms.boxes.spawn(self._say(Warn(kind="box_lost", message=message)))
+        self.droid_ended(reason)
 
     def _look_for_tools(self) -> None:
         if not self._listed and self._open_turn is not None and self.task is not None:
