@@ -241,3 +241,10 @@ def test_what_the_tests_need_is_installed_where_we_are_root(tmp_path: Path):
 
 def test_the_script_is_plain_sh():
     subprocess.run(["sh", "-n", ROOT / "run"], check=True, env={"PATH": os.defpath})
+
+
+@pytest.mark.parametrize("page", ["run", "CONTRIBUTING.md"])
+def test_every_word_that_the_script_knows_is_told(page: str):
+    told = (ROOT / page).read_text(encoding="utf-8")
+    for word in ("test", "bench", "mutants", "python"):
+        assert f"./run {word} " in told or f"./run {word}`" in told or f"./run {word}\n" in told, word
