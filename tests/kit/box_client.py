@@ -67,7 +67,8 @@ class BoxClient:
                 line = await self.reader.readline()
         except ConnectionError:
             return None
-        return json.loads(line) if line else None
+        # What a connection that was cut leaves of a line is no frame.
+        return json.loads(line) if line.endswith(b"\n") else None
 
     async def answer(self, request_id: Any) -> dict[str, Any]:
         """The frame that answers this request; others are kept."""
