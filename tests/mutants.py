@@ -166,7 +166,7 @@ MUTANTS = (
         "            self._caller.append((shown(box_name",
         LISTED,
     ),
-    Mutant("CTR-EVENT.1", "server/ids.py", "return str(uuid.uuid4())", "return str(uuid.uuid1())", SHAPE),
+    Mutant("CTR-EVENT.1", "server/ids.py", "-4{digest[13:16]}", "-1{digest[13:16]}", SHAPE),
     Mutant("CTR-RESPONSE.1", RESPONSE, "error=params.error,", "error=None,", OPTIONAL),
     Mutant(
         "CTR-RESPONSE.2",

@@ -10,7 +10,7 @@ SESSION = re.compile(r"gogol_\d{8}_\d{6}_[0-9a-f]{8}\Z")
 
 
 def new_uuid() -> str:
-    """A project, a workspace or a request: UUIDv4."""
+    """A project or a workspace: UUIDv4."""
     return str(uuid.uuid4())
 
 
