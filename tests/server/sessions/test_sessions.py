@@ -356,6 +356,112 @@ async def test_events_of_a_tree_page_by_cursor_without_loss(tmp_path: Path):
         assert set(seen) == wanted
 
 
+async def test_a_page_of_a_tree_waits_for_its_first_event_and_says_how_far_it_read(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        root = (await here.run(project, f"[{CHILD}]"))["session_id"]
+        tree: dict[str, Any] = {"session_id": root, "include_children": True}
+        page = await here.ask("session_events", **tree, max_events=500)
+        own = [event["index"] for event in page["events"] if event["session_id"] == root]
+        assert page["last_index"] == own[-1]
+        assert page["more"] is False
+        async with asyncio.TaskGroup() as tasks:
+            next_page = here.ask("session_events", **tree, cursor=page["cursor"], wait_seconds=20)
+            waiting = tasks.create_task(next_page)
+            await here.run(project, '[{"say": "later"}]')
+        assert waiting.result()["events"][0]["type"] == "user_message"
+        with pytest.raises(InvalidParams, match="cursor"):
+            await here.ask("session_events", **tree, cursor=page["cursor"], since_index=3)
+
+
+async def test_what_a_message_cannot_mean_is_refused_rather_than_ignored(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, other = await here.project(), await here.project("other")
+        session_id = (await here.run(project, '[{"say": "x"}]'))["session_id"]
+        named: dict[str, Any] = {"session_id": session_id, "message": "more"}
+        missing = "11111111-1111-4111-8111-111111111111"
+        refused: list[tuple[type[Exception], dict[str, Any]]] = [
+            (NotFound, {"project_id": other}),
+            (Conflict, {"workspace_id": missing}),
+            (InvalidParams, {"create_workspace": True}),
+            (InvalidParams, {"external_id": "mine"}),
+            (InvalidParams, {"context": {"delivery": "poll"}}),
+            (InvalidParams, {"context": {"caller_tool_timeout_s": 5}}),
+        ]
+        for error, wrong in refused:
+            with pytest.raises(error):
+                await here.ask("session_message", **named, **wrong)
+        shown = await here.ask("session_get", session_id=session_id)
+        assert shown["turn_count"] == 1
+        same: dict[str, Any] = {"project_id": project, "workspace_id": shown["workspace_id"]}
+        assert (await here.ask("session_message", **named, **same))["turn"] == 2
+
+
+async def test_limits_are_those_of_a_project_or_of_a_session_and_its_project(tmp_path: Path):
+    async with world(tmp_path / "h", max_depth=2) as here:
+        project, other = await here.project(max_recursion_depth=1), await here.project("other")
+        session_id = (await here.run(project, f"[{CHILD}]"))["session_id"]
+        shown = await here.ask("config_limits", session_id=session_id)
+        assert shown["project_id"] == project
+        assert shown["max_recursion_depth"] == {"value": 1, "source": "project"}
+        assert (shown["session"]["remaining_depth"], shown["session"]["remaining_agents"]) == (1, 49)
+        assert (await here.ask("config_limits", project_id=other))["max_recursion_depth"]["value"] == 2
+        with pytest.raises(InvalidParams, match="project_id is missing"):
+            await here.ask("config_limits")
+        with pytest.raises(NotFound):
+            await here.ask("config_limits", project_id=other, session_id=session_id)
+        droid = Actor(principal="d", scope=Scope.READ, project_id=other, session_id="gogol_x", derived=True)
+        for params in ({"session_id": session_id}, {"project_id": other, "session_id": session_id}):
+            with pytest.raises(NotFound) as refused:
+                await here.ask("config_limits", actor=droid, **params)
+            assert project not in str(refused.value), "and does not learn whose it is"
+
+
+async def test_a_droids_list_of_sessions_is_its_tree_and_takes_every_parameter(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        root = (await here.run(project, f"[{CHILD}, {CHILD}]"))["session_id"]
+        await here.ask("session_spawn", project_id=project, message="a stranger's", wait_seconds=20)
+        droid = Actor(principal="d", scope=Scope.READ, project_id=project, session_id=root, derived=True)
+
+        async def listed(**params: Any) -> list[str]:
+            told = await here.ask("session_list", actor=droid, project_id=project, **params)
+            return [one["session_id"] for one in told["sessions"]]
+
+        newest, older, first = await listed()
+        assert first == root
+        assert await listed(parent_session_id=root) == [newest, older]
+        assert await listed(limit=1) == [newest]
+        assert await listed(offset=1, limit=1) == [older]
+
+
+async def test_what_an_operation_itself_refuses_is_in_the_audit_too(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant, bee = await here.project(), await here.caller("ant"), await here.caller("bee")
+        session_id = (await here.run(project, '[{"say": "x"}]', actor=ant, context=TOOLS))["session_id"]
+        refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+            (Forbidden, "session_message", {"session_id": session_id, "message": "x", "context": TOOLS}),
+            (Conflict, "project_delete", {"project_id": project}),
+            (NotFound, "caller_tool_progress", {"session_id": session_id, "request_id": "none"}),
+            (Forbidden, "token_revoke", {"token_id": "oub_" + "0" * 64}),
+            (InvalidParams, "session_spawn", {"project_id": "oub_" + "0" * 64, "message": 7}),
+        ]
+        for error, operation, params in refused:
+            actor = ant if operation == "caller_tool_progress" else bee
+            with pytest.raises(error):
+                await here.ask(operation, actor=actor, **params)
+        with pytest.raises(NotFound):
+            await here.ask("session_get", actor=bee, session_id="gogol_20260101_000000_00000000")
+        rows = await here.rows("SELECT operation, outcome, target FROM audit WHERE outcome <> 'ok' ORDER BY id")
+        assert rows == [
+            ("session_message", "refused: forbidden", session_id),
+            ("project_delete", "refused: conflict", project),
+            ("caller_tool_progress", "refused: not_found", session_id),
+            ("token_revoke", "refused: forbidden", None),
+            ("session_spawn", "refused: invalid_params", None),
+        ]
+
+
 async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project, ant = await here.project(), await here.caller("ant")

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from oubliette.server import audit
-from oubliette.server.errors import Forbidden, InvalidParams, NotFound, OublietteError, UnknownTool
+from oubliette.server import audit, ids
+from oubliette.server.errors import Forbidden, InvalidParams, NotFound, OublietteError, StorageFailed, UnknownTool
 from oubliette.server.operations.catalogue import OPERATIONS
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.sessions.rows import Session
@@ -44,13 +44,13 @@ class Gate:
     async def call(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> msgspec.Struct:
         """Run an operation to its end, or raise why not. `arguments` is its parameters, or their JSON."""
         operation, params = await self._admitted(asked, name, arguments)
-        result = await operation.run(self._rooms, asked, params)
+        result = await self._run(asked, operation, params, arguments)
         return result if operation.wait is None else await operation.wait(self._rooms, asked, params, result)
 
     async def effect(self, asked: Asked, name: str, arguments: bytes) -> msgspec.Struct:
         """Run an operation without waiting for what comes of it."""
         operation, params = await self._admitted(asked, name, arguments)
-        return await operation.run(self._rooms, asked, params)
+        return await self._run(asked, operation, params, arguments)
 
     async def waited(self, asked: Asked, operation: Operation[Any], arguments: bytes, outcome: bytes) -> msgspec.Struct:
         """Wait for what comes of an effect whose outcome is known; the asker was admitted with it."""
@@ -69,36 +69,50 @@ class Gate:
             params = _params(operation, arguments)
             await self._check_target(operation, asked.actor, params)
         except OublietteError as refusal:
-            if operation.writes or isinstance(refusal, Forbidden):
-                await self._refused(asked, name, refusal.kind)
+            await self._refused(asked, operation, arguments, refusal)
             raise
         return operation, params
+
+    async def _run(
+        self, asked: Asked, operation: Operation[Any], params: Any, arguments: bytes | dict[str, Any]
+    ) -> msgspec.Struct:
+        """What an operation itself refuses changed nothing, its audit row included: it leaves one of its own."""
+        try:
+            return await operation.run(self._rooms, asked, params)
+        except StorageFailed:
+            raise
+        except OublietteError as refusal:
+            await self._refused(asked, operation, arguments, refusal)
+            raise
 
     async def _check_target(self, operation: Operation[Any], actor: Actor, params: Any) -> None:
         """A narrowed token sees its project and nothing else; a derived key in it, its own tree of sessions."""
         if operation.target is Target.NOTHING:
             return
-        if operation.target is Target.PROJECT:
-            self._check_project(actor, params.project_id)
-            return
-        session_id: str | None = params.session_id
+        session_id: str | None = None if operation.target is Target.PROJECT else params.session_id
         if session_id is None:
-            self._check_project(actor, params.project_id)
+            if actor.project_id is not None and params.project_id not in (None, actor.project_id):
+                raise NotFound(f"no project {params.project_id!r} for this token")
             return
         session = await self._rooms.sessions.get(session_id)
-        self._check_project(actor, session.project_id)
+        if actor.project_id is not None and session.project_id != actor.project_id:
+            raise NotFound(f"no session {session_id!r} for this token")
+        if operation.target is Target.SESSION_OR_PROJECT and params.project_id not in (None, session.project_id):
+            raise NotFound(f"no session {session_id!r} in project {params.project_id!r}: leave project_id out")
         if actor.derived and actor.session_id is not None:
             await self._rooms.sessions.check_descends(session_id, actor.session_id)
         if operation.target is Target.OWNED_SESSION:
             check_owner(actor, session)
 
-    @staticmethod
-    def _check_project(actor: Actor, project_id: str | None) -> None:
-        if actor.project_id is not None and project_id not in (None, actor.project_id):
-            raise NotFound(f"no project {project_id!r} for this token")
-
-    async def _refused(self, asked: Asked, name: str, kind: str) -> None:
-        entry = audit.entry(asked.actor, door=asked.door, operation=name, outcome=f"refused: {kind}")
+    async def _refused(
+        self, asked: Asked, operation: Operation[Any], arguments: bytes | dict[str, Any], refusal: OublietteError
+    ) -> None:
+        """A question that is merely wrong is nobody's concern; what was not allowed is, and what would have changed."""
+        if not operation.writes and not isinstance(refusal, Forbidden):
+            return
+        outcome = f"refused: {refusal.kind}"
+        target = _named(arguments)
+        entry = audit.entry(asked.actor, door=asked.door, operation=operation.name, outcome=outcome, target=target)
         now = self._rooms.clock.now()
 
         async def write(tx: Tx) -> None:
@@ -122,3 +136,20 @@ def _params(operation: Operation[Any], arguments: bytes | dict[str, Any]) -> Any
         raise InvalidParams(f"invalid parameters: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidParams(f"invalid parameters: not JSON ({error})") from None
+
+
+class _Named(msgspec.Struct):
+    session_id: Any = None
+    project_id: Any = None
+
+
+def _named(arguments: bytes | dict[str, Any]) -> str | None:
+    """What a refused call was about, as far as that reads as an id of ours: else it may be anything, a key even."""
+    try:
+        encoded = msgspec.json.encode(arguments) if isinstance(arguments, dict) else arguments
+        named = msgspec.json.decode(encoded, type=_Named)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if isinstance(named.session_id, str) and ids.SESSION.match(named.session_id):
+        return named.session_id
+    return named.project_id if isinstance(named.project_id, str) and ids.is_uuid(named.project_id) else None

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from oubliette.server.errors import InvalidParams
 from oubliette.server.limits import PENDING_CALLS_PER_SESSION, QUEUED_MESSAGES_PER_SESSION
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.projects import projects
@@ -14,7 +15,7 @@ from oubliette.server.tokens.token import Scope
 
 
 class ConfigLimits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    project_id: str
+    project_id: Annotated[str | None, Meta(description="Needed unless session_id is given.")] = None
     session_id: Annotated[str | None, Meta(description="Adds what is left for this session.")] = None
 
 
@@ -52,7 +53,11 @@ async def show(rooms: Rooms, asked: Asked, params: ConfigLimits) -> LimitsShown:
     bounds = rooms.messages.bounds
 
     async def read(tx: Tx) -> LimitsShown:
-        project = await projects.get(tx, params.project_id)
+        session = await rows.get(tx, params.session_id) if params.session_id is not None else None
+        project_id = session.project_id if session is not None else params.project_id
+        if project_id is None:
+            raise InvalidParams("project_id is missing: say which project, or which session by session_id")
+        project = await projects.get(tx, project_id)
         shown = LimitsShown(
             project_id=project.id,
             max_recursion_depth=_bound(project.settings.get("max_recursion_depth"), bounds.max_depth),
@@ -61,8 +66,7 @@ async def show(rooms: Rooms, asked: Asked, params: ConfigLimits) -> LimitsShown:
             pending_calls_per_session=Bound(value=PENDING_CALLS_PER_SESSION, source="fixed"),
             queued_messages_per_session=Bound(value=QUEUED_MESSAGES_PER_SESSION, source="fixed"),
         )
-        if params.session_id is not None:
-            session = await rows.get(tx, params.session_id)
+        if session is not None:
             spent = await rows.count_descendants(tx, session.root_id)
             shown.session = SessionLeft(
                 session_id=session.id,
@@ -81,7 +85,7 @@ OPERATIONS = (
         name="config_limits",
         title="Show limits",
         scope=Scope.READ,
-        target=Target.PROJECT,
+        target=Target.SESSION_OR_PROJECT,
         params=ConfigLimits,
         result=LimitsShown,
         summary="Show the bounds on a project's sessions, each with where it comes from, and what a session has left.",

@@ -47,8 +47,14 @@ class _Lending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     workspace_id: Annotated[str | None, Meta(description="Without one, the project's default workspace.")] = None
     create_workspace: Annotated[bool, Meta(description="Make the workspace if it is missing.")] = False
-    external_id: Annotated[str, Meta(max_length=NAME_CHARS)] | None = None
-    source: Annotated[str, Meta(max_length=NAME_CHARS)] | None = None
+    external_id: (
+        Annotated[str, Meta(max_length=NAME_CHARS, description="Yours; kept with what is made for this message.")]
+        | None
+    ) = None
+    source: (
+        Annotated[str, Meta(max_length=NAME_CHARS, description="Where the message comes from; kept with its turn.")]
+        | None
+    ) = None
     context: Context | None = None
     caller_id: Annotated[str | None, Meta(description="The same as context.caller_id.")] = None
     caller_tools: Annotated[list[OfferedTool] | None, Meta(description="The same as context.caller_tools.")] = None
@@ -196,6 +202,8 @@ def _declaration(rooms: Rooms, params: _Lending) -> Declaration | None:
     caller_id = context.caller_id if context.caller_id is not None else params.caller_id
     tools = context.caller_tools if context.caller_tools is not None else params.caller_tools
     if caller_id is None and tools is None:
+        if context.caller_tool_timeout_s is not None or context.delivery != "push":
+            raise InvalidParams("context says how caller tools are called, and lends none: caller_id is missing")
         return None
     if caller_id is None:
         raise InvalidParams("caller_tools need a caller_id: it is the prefix of their names in the box")
@@ -235,6 +243,8 @@ async def _wanted(rooms: Rooms, asked: Asked, params: SessionMessage | SessionSp
 
 
 async def message(rooms: Rooms, asked: Asked, params: SessionMessage) -> SessionMessaged:
+    if params.session_id is not None and (params.create_workspace or params.external_id is not None):
+        raise InvalidParams("session_id names a session that is there: create_workspace and external_id make one")
     wanted = await _wanted(rooms, asked, params)
     actor, messages = asked.actor, rooms.messages
     if params.session_id is not None:
@@ -364,8 +374,14 @@ async def listed(rooms: Rooms, asked: Asked, params: SessionList) -> SessionsSho
     async def read(tx: Tx) -> list[rows.Session]:
         if asked.actor.derived and asked.actor.session_id is not None:
             # A droid sees its own tree and no other.
-            found = await rows.tree(tx, await rows.get(tx, asked.actor.session_id))
-            return [one for one in found if not params.status or one.state in params.status]
+            found = [
+                one
+                for one in await rows.tree(tx, await rows.get(tx, asked.actor.session_id))
+                if (not params.status or one.state in params.status)
+                and params.parent_session_id in (None, one.parent_id)
+            ]
+            found.sort(key=lambda one: (one.created_at, one.id), reverse=True)
+            return found[params.offset : params.offset + params.limit]
         return await rows.listed(
             tx,
             params.project_id,
@@ -393,7 +409,9 @@ async def cancel(rooms: Rooms, asked: Asked, params: SessionNamed) -> SessionCan
 class EventsShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     session_id: str
     status: str
-    last_index: Annotated[int, Meta(description="Of the last event here: the next page is since_index=last_index.")]
+    last_index: Annotated[
+        int, Meta(description="Of this session's last event here: the next page is since_index=last_index.")
+    ]
     first_index: Annotated[int, Meta(description="The oldest event that is kept.")]
     more: bool
     events: list[Any]
@@ -405,15 +423,17 @@ class EventsShown(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsShown:
-    if params.cursor is not None and not params.include_children:
-        raise InvalidParams("cursor goes with include_children")
+    if params.cursor is not None and (not params.include_children or params.since_index != -1):
+        raise InvalidParams("cursor goes with include_children, and says itself from where on")
     session = await rooms.sessions.get(params.session_id)
     await rooms.sessions.bind(asked.actor, session, asked.stream_id)
     seen = Seen(params.since_index)
     if params.include_children:
-        merged, cursor = await page_of_tree(rooms, session, params.since_index, params.cursor, params.max_events)
-        page = await rooms.events.page(session.id, params.since_index, max_events=1)
-        shown, more, last = merged, len(merged) == params.max_events, page.last_index
+        tree = await page_of_tree(
+            rooms, session, params.since_index, params.cursor, params.max_events, wait_s=params.wait_seconds
+        )
+        page = await rooms.events.page(session.id, tree.last_index, max_events=1)
+        shown, more, last, cursor = tree.events, tree.more, tree.last_index, tree.cursor
     else:
         cursor = None
         page = await rooms.events.page(session.id, params.since_index, max_events=params.max_events)

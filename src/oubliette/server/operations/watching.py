@@ -131,16 +131,41 @@ async def _over(tx: Tx, session_id: str, until: str, turn: int | None) -> str | 
     return None
 
 
-async def page_of_tree(
-    rooms: Rooms, session: rows.Session, since_index: int, cursor: str | None, max_events: int
-) -> tuple[list[dict[str, Any]], str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreePage:
     """Events of a session and those below it, merged by time; the cursor holds how far each log was read."""
+
+    events: list[dict[str, Any]]
+    cursor: str
+    more: bool
+    last_index: int  # how far the session's own log was read
+
+
+async def page_of_tree(
+    rooms: Rooms, session: rows.Session, since_index: int, cursor: str | None, max_events: int, *, wait_s: float
+) -> TreePage:
+    """The next page of a tree; where there is none yet, wait so long at most for its first event."""
     read_to = _decoded(cursor) if cursor is not None else {session.id: since_index}
+    deadline = rooms.clock.monotonic() + wait_s
+    events, more = await _merged(rooms, session, read_to, max_events)
+    while not events and (left := deadline - rooms.clock.monotonic()) > 0:
+        # Whoever begins below is not known yet: the session's own log wakes this, and every second does.
+        await rooms.following.grown(session.id, read_to.get(session.id, -1), min(left, LOOK_AGAIN_S))
+        events, more = await _merged(rooms, session, read_to, max_events)
+    return TreePage(events=events, cursor=_encoded(read_to), more=more, last_index=read_to.get(session.id, -1))
+
+
+async def _merged(
+    rooms: Rooms, session: rows.Session, read_to: dict[str, int], max_events: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """Take the next events of all logs, and move `read_to` behind them; whether there are more."""
     found: list[tuple[float, str, int, dict[str, Any]]] = []
+    more = False
     for one in await rooms.database.read(lambda tx: rows.tree(tx, session)):
         page = await rooms.events.page(
             one.id, read_to.get(one.id, -1), max_events=max_events, max_bytes=PAGE_BYTES // 4
         )
+        more = more or page.last_index < page.end_index
         latest = 0.0
         for event in page.events:
             # Two commits of one log may carry their times in the other order; the cursor may skip neither.
@@ -150,7 +175,7 @@ async def page_of_tree(
     taken = [event for *_, event in found[:max_events]]
     for event in taken:
         read_to[event["session_id"]] = event["index"]
-    return taken, _encoded(read_to)
+    return taken, more or len(taken) < len(found)
 
 
 def _encoded(read_to: dict[str, int]) -> str:

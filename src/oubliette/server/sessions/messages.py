@@ -97,6 +97,10 @@ class Messages:
             current = await rows.get(tx, session_id)
             if not current.is_live:
                 raise Conflict(f"session {session_id} has ended ({current.state.value}): start another")
+            if wanted.workspace_id not in (None, current.workspace_id):
+                raise Conflict(
+                    f"session {session_id} works in workspace {current.workspace_id}: leave workspace_id out"
+                )
             sent = await self._send(tx, actor, current, wanted, now)
             await _note(tx, actor, door, "session_message", session_id, now)
             return sent
