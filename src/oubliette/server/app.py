@@ -7,14 +7,12 @@ lock, database, what was open before, and only then the doors.
 import asyncio
 import gc
 import logging
-import shutil
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 from oubliette.server import ids, logs
 from oubliette.server.caller_tools import calls
@@ -23,6 +21,7 @@ from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.clock import SystemClock
 from oubliette.server.config import Settings
 from oubliette.server.containers.bubblewrap import BubblewrapRuntime
+from oubliette.server.containers.folders import Folders
 from oubliette.server.containers.process import ProcessRuntime
 from oubliette.server.containers.runtime import Runtime
 from oubliette.server.droids.acp import AcpDroids, Patience
@@ -41,9 +40,11 @@ from oubliette.server.errors import NotConfigured, OublietteError
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.home import Home, HomeLock
+from oubliette.server.limits import BULK_ROWS
 from oubliette.server.operations.gate import Gate
 from oubliette.server.operations.once import Once
 from oubliette.server.operations.operation import Asked, Rooms
+from oubliette.server.projects import projects
 from oubliette.server.sessions.boxes import Boxes
 from oubliette.server.sessions.keys import SessionKeys
 from oubliette.server.sessions.messages import Bounds, Messages
@@ -60,7 +61,6 @@ logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 60.0
 GC_AFTER = 50_000
-FORGET_ROWS = 500
 FIRST_TOKEN = "first-admin"  # noqa: S105 - its name, not its secret
 # Who runs the command line on this machine, as this user: the kernel vouches for it, no token does.
 LOCAL = Actor(principal="local", scope=Scope.ADMIN)
@@ -200,7 +200,7 @@ class App:
         identity: Installation,
     ) -> None:
         self._settings = settings
-        self._home = home
+        self._folders = Folders(home.path)
         self._database = database
         self._tasks = tasks
         self._clock = clock = SystemClock()
@@ -330,26 +330,34 @@ class App:
         return builtin.profile(commands=self._runtime.isolated or self._settings.unsafe_no_sandbox, autonomy=autonomy)
 
     def _forget_workspace(self, project_id: str, workspace_id: str | None) -> None:
-        folder = self._home.path / "projects" / project_id
-        if workspace_id is not None:
-            folder = folder / "workspaces" / workspace_id
-        self._tasks.create_task(asyncio.to_thread(_remove, folder))
+        self._tasks.create_task(asyncio.to_thread(self._folders.forget, project_id, workspace_id))
+
+    async def _forget_strays(self) -> None:
+        """Remove what a server that died had deleted and not yet removed."""
+        # The folders first: a workspace that is made meanwhile has its row before it has a folder.
+        for project_id, workspace_id in await asyncio.to_thread(self._folders.workspaces):
+
+            async def find(tx: Tx, where: tuple[str, str] = (project_id, workspace_id)) -> tuple[bool, bool]:
+                has_project = await tx.one("SELECT 1 FROM projects WHERE id = ?", where[0]) is not None
+                return has_project, await projects.find_workspace(tx, *where) is not None
+
+            has_project, has_workspace = await self._database.read(find)
+            if not has_workspace:
+                stray = workspace_id if has_project else None
+                await asyncio.to_thread(self._folders.forget, project_id, stray)
 
     async def _sweep(self) -> None:
         """End what nobody keeps, at once and now and then; forget what is kept no longer."""
         # First the trial box of a fresh start, which is nobody's, so that it is not taken for an orphan.
         await self.why_not_ready()
+        await self._forget_strays()
         while True:
             await self._boxes.reap()
             before = self._clock.now() - self._settings.outcomes_kept_s
-            while await self._database.write(lambda tx, before=before: calls.forget(tx, before, FORGET_ROWS)):
+            while await self._database.write(lambda tx, before=before: calls.forget(tx, before, BULK_ROWS)):
                 pass
             await asyncio.sleep(SWEEP_EVERY_S)
 
 
 def _runtime(settings: Settings) -> Runtime:
     return ProcessRuntime(settings.home) if settings.runtime == "process" else BubblewrapRuntime(settings.home)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

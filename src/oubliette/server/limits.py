@@ -24,6 +24,7 @@ MCP_SESSIONS_PER_PRINCIPAL = 256
 MCP_SESSION_IDLE_S = 1800.0
 EVENTS_PAGE = 500
 PAGE_BYTES = 1024 * 1024
+BULK_ROWS = 500  # of what is deleted in one transaction
 WAIT_S_MAX = 45.0
 WATCH_S_MAX = 3600.0
 PROMISE_ANSWER_S = 5.0  # what an answer to session_message promises of the caller's return

@@ -236,9 +236,11 @@ async def test_the_slots_of_a_project_are_bounded_and_an_ended_session_frees_its
 async def test_a_session_that_idles_for_too_long_is_ended(tmp_path: Path):
     async with world(tmp_path / "h", idle_after_s=0.2) as here:
         project = await here.project()
-        session_id = (await here.run(project, '[{"say": "x"}]'))["session_id"]
+        session_id = (await here.run(project, '[{"say": "x"}]', oubliette_scope="read"))["session_id"]
         await here.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
         assert (await here.ask("session_get", session_id=session_id))["status"] == "timed_out"
+        # By the commit that the watcher saw: a server that dies right after it leaves no key behind.
+        assert await here.rows("SELECT revoked_at IS NULL FROM tokens WHERE session_id = ?", session_id) == [(0,)]
 
 
 async def test_a_box_that_dies_ends_its_turn_by_name_and_the_session_goes_on_in_another(tmp_path: Path):
@@ -317,6 +319,20 @@ async def test_what_is_asked_out_of_a_box_gets_no_more_autonomy_than_the_box_has
         assert spawned["autonomy"] == "low"
 
 
+@pytest.mark.parametrize("wanted", [{}, {"autonomy": "high"}])
+async def test_a_project_that_is_made_out_of_a_box_allows_no_more_autonomy_than_the_box_has(
+    tmp_path: Path, wanted: dict[str, str]
+):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        made = await here.ask("token_create", name="own", scope="write")
+        plan = json.dumps([{"tool": "oubliette_project_create", "args": {"name": "n", **wanted}}])
+        await here.run(project, plan, oubliette_api_key=made["token"], autonomy="low")
+        (found,) = (await here.ask("project_list", name_contains="n"))["projects"]
+        started = await here.run(found["id"], '[{"say": "x"}]')
+        assert (await here.ask("session_get", session_id=started["session_id"]))["autonomy"] == "low"
+
+
 async def test_a_workspace_is_resolved_as_the_table_says(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()
@@ -334,6 +350,61 @@ async def test_a_workspace_is_resolved_as_the_table_says(tmp_path: Path):
         assert (made["workspace_id"], made["workspace_created"]) == (missing, True)
         again = await here.ask("session_spawn", **spawn, workspace_id=missing, create_workspace=True)
         assert again["workspace_created"] is False
+
+
+async def test_a_project_that_is_deleted_leaves_nothing_but_its_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("oubliette.server.operations.project.BULK_ROWS", 3)
+    async with world(tmp_path / "h") as here:
+        project, other = await here.project(), await here.project()
+        plan = '[{"sh": "mkdir -p closed/in && chmod 0 closed"}, {"tool": "ant_echo", "args": {}}]'
+        session_id = (await here.run(project, plan, context=TOOLS, oubliette_scope="read"))["session_id"]
+        kept = (await here.run(other, '[{"say": "x"}]'))["session_id"]
+        with pytest.raises(Conflict, match="live session"):
+            await here.ask("project_delete", project_id=project)
+        assert await here.events(session_id), "a refusal deletes nothing"
+        await here.ask("session_end", session_id=session_id)
+        await here.ask("project_delete", project_id=project)
+        tables = [name for (name,) in await here.rows("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        left = {table: str(await here.rows(f"SELECT * FROM {table}")) for table in tables if table != "audit"}
+        assert [table for table, rows in left.items() if session_id in rows or project in rows] == []
+        assert [table for table, rows in left.items() if kept in rows] != []
+        await gone(tmp_path / "h" / "projects" / project)
+        assert (tmp_path / "h" / "projects" / other).exists()
+
+
+async def gone(folder: Path) -> None:
+    async with asyncio.timeout(10):
+        while folder.exists():
+            await asyncio.sleep(0.01)
+
+
+async def test_files_whose_deletion_a_server_did_not_live_to_see_are_removed_by_the_next(tmp_path: Path):
+    home = tmp_path / "h"
+    async with world(home) as here:
+        project = await here.project()
+        told = await here.run(project, '[{"sh": "echo hello > kept"}]', create_workspace=True)
+        workspace = home / "projects" / project / "workspaces" / told["workspace_id"]
+    strays = [workspace.parent / "22222222-2222-4222-8222-222222222222", home / "projects" / "33333333" / "workspaces"]
+    for stray in strays:
+        (stray / "in" / "it").mkdir(parents=True)
+    async with world(home):
+        for stray in strays:
+            await gone(stray)
+        assert (workspace / "kept").read_text() == "hello\n"
+
+
+async def test_a_workspace_that_is_deleted_takes_its_files_along(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        told = await here.run(project, '[{"sh": "echo hello > kept"}]', create_workspace=True)
+        named = {"project_id": project, "workspace_id": told["workspace_id"]}
+        folder = tmp_path / "h" / "projects" / project / "workspaces" / told["workspace_id"]
+        with pytest.raises(Conflict, match="live session"):
+            await here.ask("workspace_delete", **named)
+        assert (folder / "kept").exists()
+        await here.ask("session_end", session_id=told["session_id"])
+        assert (await here.ask("workspace_delete", **named))["deleted"]
+        await gone(folder)
 
 
 async def test_events_of_a_tree_page_by_cursor_without_loss(tmp_path: Path):

@@ -63,14 +63,18 @@ class Folder:
             return ""
 
     def remove(self) -> None:
-        """Remove it whole, whatever the droid made of its home: closed folders, or a tree too deep to walk by calls."""
-        if not self.path.exists():
-            return
-        try:
-            shutil.rmtree(self.path)
-        except (OSError, RecursionError):
-            for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):  # both leave alone what links lead to
-                subprocess.run([*tool, "--", self.path], capture_output=True, check=False)
+        remove(self.path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder whole, whatever a droid made of it: closed folders, or a tree too deep to walk by calls."""
+    if not path.exists():
+        return
+    try:
+        shutil.rmtree(path)
+    except (OSError, RecursionError):
+        for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):  # both leave alone what links lead to
+            subprocess.run([*tool, "--", path], capture_output=True, check=False)
 
 
 class Folders:
@@ -85,6 +89,18 @@ class Folders:
 
     def workspace(self, project_id: str, workspace_id: str) -> Path:
         return self.home / "projects" / _plain(project_id) / "workspaces" / _plain(workspace_id)
+
+    def workspaces(self) -> list[tuple[str, str]]:
+        """Each workspace that has a folder: its project and its own id."""
+        found = (self.home / "projects").glob("*/workspaces/*")
+        return sorted((path.parts[-3], path.name) for path in found if _NAME.match(path.name))
+
+    def forget(self, project_id: str, workspace_id: str | None) -> None:
+        """Remove the files of a workspace, or of a project with all of them."""
+        if workspace_id is not None:
+            remove(self.workspace(project_id, workspace_id))
+        else:
+            remove(self.home / "projects" / _plain(project_id))
 
     def all(self) -> Iterator[tuple[str, Folder]]:
         """Each folder there is, by the box it is of."""

@@ -6,11 +6,12 @@ import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
-from oubliette.server.limits import LIST_MAX, NAME_CHARS, OFFSET_MAX, TEXT_CHARS
+from oubliette.server.limits import BULK_ROWS, LIST_MAX, NAME_CHARS, OFFSET_MAX, TEXT_CHARS
 from oubliette.server.operations.choices import ChosenAutonomy
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.projects import projects
 from oubliette.server.projects.projects import Project, Workspace
+from oubliette.server.sessions.messages import AUTONOMY
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Scope
 
@@ -98,8 +99,13 @@ def _shown(project: Project) -> ProjectShown:
 
 async def create(rooms: Rooms, asked: Asked, params: ProjectCreate) -> ProjectShown:
     now = rooms.clock.now()
+    autonomy = params.autonomy
+    if asked.actor.session_id is not None:
+        # What is configured out of a box allows no more than that box.
+        inside = await rooms.sessions.get(asked.actor.session_id)
+        autonomy = min(autonomy or "medium", inside.choices.autonomy, key=AUTONOMY.index)
     chosen = {
-        "autonomy": params.autonomy,
+        "autonomy": autonomy,
         "max_recursion_depth": params.max_recursion_depth,
         "max_agents_per_session": params.max_agents_per_session,
     }
@@ -140,6 +146,9 @@ async def listed(rooms: Rooms, asked: Asked, params: ProjectList) -> ProjectsSho
 
 async def delete(rooms: Rooms, asked: Asked, params: ProjectNamed) -> Deleted:
     now = rooms.clock.now()
+    # Nobody waits on the loop while a large log goes.
+    while await rooms.database.write(lambda tx: projects.empty(tx, params.project_id, BULK_ROWS)):
+        pass
 
     async def write(tx: Tx) -> None:
         await projects.delete(tx, params.project_id)

@@ -105,22 +105,48 @@ async def listed(tx: Tx, *, name_contains: str, only: str | None, limit: int, of
     return [_project(row) for row in rows]
 
 
+async def empty(tx: Tx, project_id: str, limit: int) -> int:
+    """Let so many rows of what a project's sessions left go; how many went. Raises `Conflict` where one lives."""
+    await _check_idle(tx, project_id)
+    sessions = "SELECT id FROM sessions WHERE project_id = ?"
+    await tx.run(
+        "UPDATE sessions SET first_index = next_index, event_bytes = 0"
+        " WHERE project_id = ? AND first_index < next_index",
+        project_id,
+    )
+    for table, key in (("events", "idx"), ("calls", "request_id"), ("turns", "number")):
+        gone = await tx.run(
+            f"DELETE FROM {table} WHERE (session_id, {key}) IN"  # noqa: S608
+            f" (SELECT session_id, {key} FROM {table} WHERE session_id IN ({sessions}) LIMIT ?)",
+            project_id,
+            limit,
+        )
+        if gone:
+            return gone
+    return 0
+
+
 async def delete(tx: Tx, project_id: str) -> None:
-    """Delete a project that has no live session, with all its records."""
+    """Delete a project that has no live session, with all its records; `empty` goes before it, a bit at a time."""
+    await _check_idle(tx, project_id)
+    sessions = "SELECT id FROM sessions WHERE project_id = ?"
+    processes = f"SELECT id FROM processes WHERE session_id IN ({sessions})"  # noqa: S608
+    for table in ("process_input", "process_pieces"):
+        await tx.run(f"DELETE FROM {table} WHERE process_id IN ({processes})", project_id)  # noqa: S608
+    for table in ("events", "turns", "calls", "processes", "boxes", "tokens"):
+        await tx.run(f"DELETE FROM {table} WHERE session_id IN ({sessions})", project_id)  # noqa: S608
+    await tx.run("DELETE FROM sessions WHERE project_id = ?", project_id)
+    await tx.run("DELETE FROM workspaces WHERE project_id = ?", project_id)
+    await tx.run("DELETE FROM projects WHERE id = ?", project_id)
+
+
+async def _check_idle(tx: Tx, project_id: str) -> None:
     await get(tx, project_id)
     live = await tx.one(
         "SELECT id FROM sessions WHERE project_id = ? AND ended_at IS NULL ORDER BY created_at LIMIT 1", project_id
     )
     if live is not None:
         raise Conflict(f"project {project_id} has a live session ({live[0]}): end it with session_end first")
-    for table in ("events", "turns", "calls"):
-        await tx.run(
-            f"DELETE FROM {table} WHERE session_id IN (SELECT id FROM sessions WHERE project_id = ?)",  # noqa: S608
-            project_id,
-        )
-    await tx.run("DELETE FROM sessions WHERE project_id = ?", project_id)
-    await tx.run("DELETE FROM workspaces WHERE project_id = ?", project_id)
-    await tx.run("DELETE FROM projects WHERE id = ?", project_id)
 
 
 async def add_workspace(

@@ -17,6 +17,7 @@ from oubliette.server.sessions import rows
 from oubliette.server.sessions.boxes import Boxes, OpenBox
 from oubliette.server.sessions.lifecycle import Move, State, TurnState
 from oubliette.server.storage.database import Database, Tx
+from oubliette.server.tokens import tokens
 from oubliette.wire.events import Completion, Error, Event, TurnStarted, Warn
 
 logger = logging.getLogger(__name__)
@@ -317,6 +318,7 @@ class LiveSession:
             if not current.is_live:
                 return current.next_index - 1
             await rows.drop_queued(tx, self._id, now)
+            await tokens.revoke_derived(tx, self._id, now)
             moved = await rows.move(
                 tx, self._id, move if current.state is not State.STARTING else Move.FAIL, now, reason
             )

@@ -116,8 +116,6 @@ class Sessions:
 
     async def _end_rest(self, session_id: str) -> None:
         await self._end_children(_SERVER, "server", session_id)
-        now = self._rooms.clock.now()
-        await self._rooms.database.write(lambda tx: tokens.revoke_derived(tx, session_id, now))
         await self._let_go(session_id, "the session ended")
 
     async def _let_go(self, session_id: str, reason: str) -> None:
