@@ -397,7 +397,7 @@ async def test_a_workspace_that_is_deleted_takes_its_files_along(tmp_path: Path)
     async with world(tmp_path / "h") as here:
         project = await here.project()
         told = await here.run(project, '[{"sh": "echo hello > kept"}]', create_workspace=True)
-        named = {"project_id": project, "workspace_id": told["workspace_id"]}
+        named: dict[str, Any] = {"project_id": project, "workspace_id": told["workspace_id"]}
         folder = tmp_path / "h" / "projects" / project / "workspaces" / told["workspace_id"]
         with pytest.raises(Conflict, match="live session"):
             await here.ask("workspace_delete", **named)
