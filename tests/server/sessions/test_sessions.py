@@ -533,6 +533,20 @@ async def test_what_an_operation_itself_refuses_is_in_the_audit_too(tmp_path: Pa
         ]
 
 
+async def test_a_tree_is_read_though_the_oldest_events_of_a_child_are_gone(tmp_path: Path):
+    async with world(tmp_path / "h", events_kept=20) as here:
+        project = await here.project()
+        busy = json.dumps([{"repeat": 40, "step": {"sh": "true"}}])
+        child = json.dumps({"tool": "session_message", "args": {"message": f"<<plan {busy}>>", "wait_seconds": 20}})
+        root = (await here.run(project, f"[{child}]"))["session_id"]
+        (below,) = (await here.ask("session_get", session_id=root))["children"]
+        page = await here.ask("session_events", session_id=root, include_children=True, max_events=500)
+        read = [event["index"] for event in page["events"] if event["session_id"] == below]
+        assert read[0] > 0
+        assert read == list(range(read[0], read[-1] + 1))
+        assert read[-1] == (await here.ask("session_get", session_id=below))["last_index"]
+
+
 async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project, ant = await here.project(), await here.caller("ant")

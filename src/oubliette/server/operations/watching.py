@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from oubliette.server.caller_tools.carriers import Announcement
-from oubliette.server.errors import InvalidParams
+from oubliette.server.errors import InvalidParams, Purged
 from oubliette.server.events.following import LOOK_AGAIN_S
 from oubliette.server.events.log import Page
 from oubliette.server.limits import EVENTS_PAGE, PAGE_BYTES
@@ -162,9 +162,7 @@ async def _merged(
     found: list[tuple[float, str, int, dict[str, Any]]] = []
     more = False
     for one in await rooms.database.read(lambda tx: rows.tree(tx, session)):
-        page = await rooms.events.page(
-            one.id, read_to.get(one.id, -1), max_events=max_events, max_bytes=PAGE_BYTES // 4
-        )
+        page = await _page(rooms, one.id, read_to.get(one.id), max_events)
         more = more or page.last_index < page.end_index
         latest = 0.0
         for event in page.events:
@@ -176,6 +174,18 @@ async def _merged(
     for event in taken:
         read_to[event["session_id"]] = event["index"]
     return taken, more or len(taken) < len(found)
+
+
+async def _page(rooms: Rooms, session_id: str, since: int | None, max_events: int) -> Page:
+    """The next page of one log; one of which nothing was read yet begins with the oldest event that is kept."""
+    try:
+        return await rooms.events.page(
+            session_id, since if since is not None else -1, max_events=max_events, max_bytes=PAGE_BYTES // 4
+        )
+    except Purged as purged:
+        if since is not None:
+            raise
+        return await _page(rooms, session_id, purged.details["oldest_index"] - 1, max_events)
 
 
 def _encoded(read_to: dict[str, int]) -> str:
