@@ -38,6 +38,23 @@ async def test_a_request_runs_the_tool_and_its_result_goes_back() -> None:
         assert await server.ask("in_a_thread", {}) == {"result": [None, False, "é"], "error": None}
 
 
+async def test_a_request_that_comes_before_the_reply_to_something_else_is_run_at_once() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def add(a: int) -> int:
+            return a + 1
+
+        server.pushes_on_replies = True
+        session = await caller.start("demo", "go")
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(session.result())
+            await server.until(lambda: server.is_replying)
+            assert (await server.ask("add", {"a": 1}))["result"] == 2
+            await server.log(type="completion", turn=1, stop_reason="end_turn", text="done", duration_ms=1)
+            assert (await waiting).text == "done"
+
+
 async def test_events_are_not_pushed_to_one_who_reads_them_from_the_log() -> None:
     async with FakeServer() as server, lent_to(server):
         assert server.level == "emergency"

@@ -21,6 +21,7 @@ class FakeServer:
         self.streams_refused = False  # GET answers 405
         self.streams_mute = False  # GET sends its head and nothing else
         self.replies_as_events = False  # POST answers as an event stream
+        self.pushes_on_replies = False  # session_events is replied to by a stream, and what is pushed goes there
         self.nonsense = 0  # so many answers are replied to with what is no reply
         self.unavailable = 0  # so many POSTs are answered 503
         self.mute_answers = False  # answers are taken and never replied to
@@ -136,6 +137,11 @@ class FakeServer:
     def has_stream(self) -> bool:
         return bool(self._streams)
 
+    @property
+    def is_replying(self) -> bool:
+        """Whether a stream that replies to a request is open."""
+        return "reply" in self._streams
+
     async def _post(self, request: web.Request) -> web.StreamResponse:
         if self.revoked or request.headers.get("Authorization") != f"Bearer {TOKEN}":
             async with self._changed:
@@ -175,6 +181,8 @@ class FakeServer:
             async with self._changed:
                 self.calls.append((name, arguments))
                 self._changed.notify_all()
+        if self.pushes_on_replies and name == "session_events":
+            return await self._streamed(request, message, arguments)
         value = await getattr(self, f"_{name}")(arguments)
         if name == "caller_tool_response" and self.mute_answers:
             await self._done.wait()
@@ -197,6 +205,19 @@ class FakeServer:
             body = b"".join(b"data: %b\n\n" % msgspec.json.encode(one) for one in (note, _reply(message, result)))
             return web.Response(body=body, content_type="text/event-stream")
         return web.json_response(_reply(message, result))
+
+    async def _streamed(self, request: web.Request, message: Any, arguments: Any) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        async with self._changed:
+            self._streams["reply"] = stream
+            self._changed.notify_all()
+        try:
+            result = {"structuredContent": await self._session_events(arguments)}
+            await stream.write(b"data: " + msgspec.json.encode(_reply(message, result)) + b"\n\n")
+        finally:
+            del self._streams["reply"]
+        return stream
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         if self.streams_refused:

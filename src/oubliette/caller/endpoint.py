@@ -16,6 +16,7 @@ from oubliette.caller import messages
 from oubliette.caller.errors import Forbidden, TooLarge, Unauthenticated, Unreachable, refusal
 from oubliette.caller.lane import Address
 from oubliette.caller.patience import Patience
+from oubliette.caller.sse import Frames
 from oubliette.caller.stream import Stream
 
 # Repeating these changes nothing: they read, or the server knows the repetition by its id.
@@ -70,6 +71,7 @@ class Endpoint:
         self.version = messages.PROTOCOL_VERSION
         self.is_parallel = False  # whether the server works on the requests of one connection together
         self.on_renewed: Callable[[], Awaitable[None]] | None = None
+        self.on_pushed: Callable[[bytes], None] | None = None
 
     def headers(self) -> dict[str, str]:
         headers = {
@@ -197,7 +199,7 @@ class Endpoint:
         timeout = aiohttp.ClientTimeout(total=answer_s, sock_connect=10)
         try:
             async with self._http.post(self.url, data=body, headers=self.headers(), timeout=timeout) as response:
-                content = await response.read()
+                reply = await self._reply(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as failure:
             raise _Again(str(failure), reached=False) from failure
         except (aiohttp.ClientError, OSError, TimeoutError) as failure:
@@ -205,7 +207,6 @@ class Endpoint:
         if response.status == 404 and stale is not None:
             await self.renew(stale)
             raise _Again("the server no longer knew our MCP session", reached=False)
-        reply = messages.reply_in(response.content_type.encode(), content)
         if response.status != 200:
             _refuse(response, reply)
         if stale is None and (given := response.headers.get("Mcp-Session-Id")) is not None:
@@ -215,6 +216,23 @@ class Endpoint:
         if (failure := messages.failure_of(reply)) is not None:
             raise failure
         return reply.result if reply.result is not msgspec.UNSET else msgspec.Raw(b"{}")
+
+    async def _reply(self, response: aiohttp.ClientResponse) -> messages.Reply | None:
+        """The reply in a response. What the server pushes before it is handed on as it comes: a droid may wait."""
+        if response.content_type != "text/event-stream":
+            return messages.reply_in(response.content_type.encode(), await response.read())
+        frames, reply = Frames(), None
+        async for chunk in response.content.iter_any():
+            try:
+                events = frames.feed(chunk)
+            except ValueError:
+                return None  # one grows without end
+            for data in events:
+                if (found := messages.reply_of(data)) is not None:
+                    reply = found
+                elif self.on_pushed is not None:
+                    self.on_pushed(data)
+        return reply
 
 
 def _refuse(response: aiohttp.ClientResponse, reply: messages.Reply | None) -> NoReturn:

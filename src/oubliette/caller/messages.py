@@ -85,12 +85,20 @@ def reply_in(content_type: bytes, body: bytes) -> Reply | None:
         if not content_type.startswith(b"text/event-stream"):
             return decode_reply(body)
         for data in Frames().feed(body if body.endswith(b"\n\n") else body + b"\n\n"):
-            reply = decode_reply(data)
-            if reply.method is None:
+            if (reply := reply_of(data)) is not None:
                 return reply
     except (msgspec.DecodeError, ValueError):
         return None
     return None
+
+
+def reply_of(data: bytes) -> Reply | None:
+    """The reply that an event of a response's stream is; None for what the server says of its own."""
+    try:
+        reply = decode_reply(data)
+    except msgspec.DecodeError:
+        return None
+    return reply if reply.method is None else None
 
 
 def failure_of(reply: Reply) -> CallerError | None:

@@ -31,6 +31,7 @@ class Presence:
         open_requests: Callable[[str], list[str]],
     ) -> None:
         self._endpoint = endpoint
+        endpoint.on_pushed = self._pushed
         self._crew = crew
         self._announced = announced
         self._pinged = pinged
