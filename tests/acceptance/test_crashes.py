@@ -19,7 +19,7 @@ import pytest
 import oubliette
 from oubliette import Caller
 from tests.kit.inhabitants import Namespace, inhabitants, namespace
-from tests.kit.lender import lending
+from tests.kit.lender import lending, working
 from tests.kit.mcp_caller import McpCaller
 from tests.kit.records import records
 from tests.kit.scene import Scene, Turn, lent, planned, scene
@@ -166,6 +166,21 @@ async def test_a_killed_server_joins_droid_and_a_foreign_caller_again(tmp_path: 
     assert one.ran == [7], "the tool ran once"
 
 
+@pytest.mark.parametrize("mode", ["legacy", "auto"])
+@pytest.mark.parametrize("point", CALL)
+async def test_a_killed_server_joins_droid_and_the_sdks_caller_again(tmp_path: Path, point: str, mode: str) -> None:
+    ran = tmp_path / "ran"
+    async with (
+        stage(tmp_path, point) as (here, session_id),
+        working(here.server.url, here.server.token, ran, session_id, mode),
+    ):
+        await begin(here, session_id)
+        assert await here.server.died() == -signal.SIGKILL
+        await here.server.restart()
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert ran.read_text() == "7\n", "the tool ran once"
+
+
 # Points that are passed again after a death at the one before.
 ONE_AFTER_THE_OTHER = ("call:after_row", "call:after_commit", "end:after_row", "end:after_commit", "call:before_reply")
 
@@ -293,6 +308,28 @@ async def test_a_client_that_comes_back_with_its_key_gets_the_outcome_once(tmp_p
     assert one.ran == [7]
 
 
+@pytest.mark.parametrize("whose", ["ours", "the SDK's"])
+@pytest.mark.parametrize("point", CALL)
+async def test_a_client_that_comes_back_finds_that_the_caller_was_asked_once(
+    tmp_path: Path, point: str, whose: str
+) -> None:
+    ran = tmp_path / "ran"
+    call: dict[str, Any] = {"tool": "work", "arguments": {"n": 7}, "call_key": "the same"}
+    async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
+        names = (here.server.url, here.server.token, ran, session_id)
+        await stack.enter_async_context(lending(*names) if whose == "ours" else working(*names, "auto"))
+        async with here.box(session_id, instance="me") as box:
+            await box.request("caller_tool", **call)
+            assert await here.server.held() == point
+            box.abort()
+        here.server.go_on()
+        async with here.box(session_id, instance="me") as box:
+            assert (await box.ask("caller_tool", **call))["result"] == {"did": 7}
+        (row,) = records(here.server.home, "calls", session_id=session_id)
+        assert row["state"] == "answered"
+    assert ran.read_text() == "7\n"
+
+
 async def test_a_client_that_does_not_come_back_gives_up_its_calls(tmp_path: Path) -> None:
     async with stage(tmp_path, "") as (here, session_id), here.caller() as caller:
         await caller.call("session_events", session_id=session_id, max_events=1)
@@ -334,6 +371,21 @@ async def test_a_foreign_caller_that_is_replaced_loses_no_call(tmp_path: Path, p
         async with foreign(here, session_id) as two:
             worked_once(here, session_id, await here.turn(session_id, 2))
     assert one.ran + two.ran == [7]
+
+
+@pytest.mark.parametrize("point", CALL)
+async def test_the_sdks_caller_killed_and_started_again_takes_its_calls_up(tmp_path: Path, point: str) -> None:
+    ran = tmp_path / "ran"
+    async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
+        names = (here.server.url, here.server.token, ran, session_id)
+        first = await stack.enter_async_context(working(*names, "legacy"))
+        await begin(here, session_id)
+        assert await here.server.held() == point
+        await first.kill()
+        here.server.go_on()
+        await stack.enter_async_context(working(*names, "legacy"))
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert ran.read_text() == "7\n", "the tool ran once"
 
 
 async def test_a_caller_killed_in_the_middle_of_its_tool_is_asked_again(tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
-"""A caller in a process of its own, to be killed: `python -m tests.kit.lender URL FILE SESSION`.
+"""Callers in processes of their own, to be killed: ours, `python -m tests.kit.lender URL FILE SESSION`, and the SDK's.
 
-It lends one tool, `work`, which writes a line to FILE each time that it really runs. Given a session it takes that
+Ours lends one tool, `work`, which writes a line to FILE each time that it really runs. Given a session it takes that
 one up again. It says `ready` once it can be asked.
 """
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from oubliette import Caller
+from tests.kit.peer_environments import PEERS, python_peer
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,15 +32,29 @@ class Lender:
 @asynccontextmanager
 async def lending(url: str, token: str, ran: Path, session_id: str = "") -> AsyncGenerator[Lender]:
     """A running lender; killed at the end if it was not before."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.kit.lender", url, str(ran), session_id),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "LENDER_TOKEN": token},
-        stdout=asyncio.subprocess.PIPE,
-    )
+    command = (sys.executable, "-m", "tests.kit.lender", url, str(ran), session_id)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    async with _running(command, token, environment) as lender:
+        yield lender
+
+
+@asynccontextmanager
+async def working(url: str, token: str, ran: Path, session_id: str, mode: str) -> AsyncGenerator[Lender]:
+    """The same on the official SDK, in the era that `mode` says: it does the work of a session whose tool is lent."""
+    command = (str(python_peer("mcp-2.3")), str(PEERS / "python" / "worker_2x.py"), url, session_id, str(ran), mode)
+    async with _running(command, token, os.environ) as worker:
+        yield worker
+
+
+@asynccontextmanager
+async def _running(command: Sequence[str], token: str, environment: Mapping[str, str]) -> AsyncGenerator[Lender]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe)
     lender = Lender(process)
     try:
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write(token.encode() + b"\n")
         async with asyncio.timeout(20):
             assert await process.stdout.readline() == b"ready\n"
         yield lender
@@ -48,7 +63,7 @@ async def lending(url: str, token: str, ran: Path, session_id: str = "") -> Asyn
 
 
 async def main(url: str, ran: Path, session_id: str) -> None:
-    async with Caller(url, os.environ["LENDER_TOKEN"], caller_id="ant") as caller:
+    async with Caller(url, sys.stdin.readline().strip(), caller_id="ant") as caller:
 
         @caller.tool
         def work(n: int) -> dict[str, int]:
