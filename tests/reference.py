@@ -58,7 +58,8 @@ def events() -> str:
         "# Events",
         "",
         "What a session's log holds. A reader sees one flat JSON object: `session_id`, `index`, `at` (seconds), `type`",
-        "and the fields below; fields that are not set are left out.",
+        "and the fields below; fields that are not set are left out. An event over 256 kB is pushed without its",
+        "largest fields, which `left_out` then names: `session_events` from the index before it has it whole.",
     ]
     for tag, kind in Known.BY_TAG.items():
         fields = ", ".join(f"`{name}`" for name in kind.__struct_fields__) or "none"

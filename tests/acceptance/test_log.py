@@ -1,6 +1,7 @@
 """The log of a session: dense, paged without loss, the same by push and by page; and what an end frees."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -77,6 +78,31 @@ async def test_push_and_page_together_are_exactly_the_log(here: Scene) -> None:
         assert {log[index]["type"] for index in missing} <= {"delta"}, "deltas come on request only"
         for index, one in pushed.items():
             assert {name: one.get(name) for name in log[index]} == log[index]
+
+
+async def test_large_events_are_pushed_small_and_paged_whole(here: Scene) -> None:
+    """Readers of some clients stop at an event of 1 MiB, and their stream and all its calls with it."""
+    large = "x" * 1_500_000
+    async with here.caller() as caller, here.caller(era="modern") as modern:
+        plan = [{"tool": "ant_any"}, {"tool": "ant_any", "expect": {"contains": "small"}}, {"say": "$last"}]
+        session_id = await here.start(caller, plan, context=lent())
+        request = await caller.request()
+        await modern.watch(session_id)
+        await caller.answer(request, large)
+        await modern.answer(await modern.request(), "small")
+        whole = (await here.turn(session_id)).worked().results[0]
+        assert large in str(whole["content"])
+        for one in (caller, modern):
+            pushed = await one.until("tool_result", index=whole["index"])
+            assert pushed["left_out"] == ["content"]
+            assert {name: value for name, value in whole.items() if name != "content"} == {
+                name: value for name, value in pushed.items() if name != "left_out"
+            }
+            assert max(len(json.dumps(frame)) for frame in one.frames) < 300_000
+        told = await here.server.ask("session_watch", session_id=session_id, wait_seconds=0)
+        assert told["ended_by"] == "page", "what a watch keeps has a bound in bytes, too"
+        rest = await here.server.ask("session_watch", session_id=session_id, since_index=told["last_index"])
+        assert rest["ended_by"] == "idle"
 
 
 async def test_beyond_the_bound_the_oldest_go_and_asking_for_them_names_the_oldest_that_is_kept(here: Scene) -> None:

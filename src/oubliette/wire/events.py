@@ -1,7 +1,8 @@
 """Every event a session can emit.
 
 An event is a row of the session's log: `index` is dense and starts at 0, `at` is wall time in seconds. What a
-reader sees is one flat JSON object: the fields below beside `session_id`, `index`, `at` and `type`.
+reader sees is one flat JSON object: the fields below beside `session_id`, `index`, `at` and `type`. Where an event is
+pushed and is over 256 kB, its largest fields are left out and named in `left_out`; a page has it whole.
 """
 
 from typing import Any, ClassVar, Literal

@@ -27,6 +27,7 @@ class Seen:
     last_index: int
     deltas: bool = False
     kept: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    kept_bytes: int = 0
 
 
 class Watch:
@@ -110,10 +111,11 @@ def _take(page: Page, seen: Seen, followed: Followed | None, carrier: Watch | No
             announced = carrier is not None and event["type"] == "caller_tool_request"
             if not announced and (seen.deltas or event["type"] != "delta"):
                 followed.push(event)
-        elif len(seen.kept) >= EVENTS_PAGE:
+        elif len(seen.kept) >= EVENTS_PAGE or seen.kept_bytes >= PAGE_BYTES:
             return False
         elif seen.deltas or event["type"] != "delta":
             seen.kept.append(event)
+            seen.kept_bytes += len(msgspec.json.encode(event))
         seen.last_index = event["index"]
     return True
 

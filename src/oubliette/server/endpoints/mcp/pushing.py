@@ -7,6 +7,9 @@ requests changed, and its client reads them.
 A caller-tool request is announced, not followed: it goes to one carrier at a time, ahead of other frames and
 whatever the log level. So who follows a log on such a stream leaves requests out; a client that took a record for a
 call would run its tool twice.
+
+What is pushed is small: some clients' readers stop at an event of 1 MiB, and their stream with it. A larger record
+comes without what makes it large, and says so; the log has it whole.
 """
 
 import asyncio
@@ -14,12 +17,15 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from oubliette.server.caller_tools.carriers import Announcement, Carriers
 from oubliette.server.endpoints.mcp.contract import SEVERITY, Channel, Context, StreamContext
 from oubliette.server.endpoints.mcp.versions import Era
 from oubliette.server.errors import NotFound, Purged
 from oubliette.server.events.following import LOOK_AGAIN_S, Following
 from oubliette.server.events.log import EventLog
+from oubliette.server.limits import PUSHED_EVENT_BYTES
 from oubliette.server.sessions.lifecycle import ENDS
 from oubliette.wire.events import LOGGER
 
@@ -30,6 +36,8 @@ UPDATED: Final = "notifications/resources/updated"
 REQUEST: Final = "caller_tool_request"
 # Said of a request to the carrier that it is on.
 ANNOUNCED: Final = frozenset({REQUEST, "caller_tool_cancelled", "caller_tool_progress"})
+# Whose size somebody else decides; of all other types every field is short.
+LARGE: Final = frozenset({"user_message", "message", "tool_call", "tool_result", "plan", "completion", "error"})
 LEVELS: Final = {"delta": "debug", "warning": "warning", "error": "error"}
 DEFAULT_LEVEL: Final = "info"
 # Wakes of a busy log are gathered for so long: many events are then one read and one write.
@@ -43,6 +51,24 @@ STREAMS_REMEMBERED: Final = 4096
 def message(event: dict[str, Any], level: str = DEFAULT_LEVEL) -> dict[str, Any]:
     """An event as a log notification's parameters: the vehicle that every legacy client has."""
     return {"level": level, "logger": LOGGER, "data": event}
+
+
+def pushable(event: dict[str, Any]) -> dict[str, Any]:
+    """The event, or of a large one what is small, and the names of the fields that were left out."""
+    if event["type"] not in LARGE or len(_encode(event)) <= PUSHED_EVENT_BYTES:
+        return event
+    by_size = sorted(event, key=lambda name: len(_encode(event[name])))
+    kept: dict[str, Any] = {}
+    room = PUSHED_EVENT_BYTES
+    for name in by_size:
+        room -= len(_encode(event[name]))
+        if room < 0:
+            break
+        kept[name] = event[name]
+    return kept | {"left_out": [name for name in event if name not in kept]}
+
+
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class Desks(Protocol):
@@ -103,7 +129,7 @@ class Pushed:
             return
         level = LEVELS.get(event["type"], DEFAULT_LEVEL)
         if self._context.wants(level) or event["type"] == "delta":  # deltas come where they were asked for by name
-            self._context.channel.notify(MESSAGE, message(event, level))
+            self._context.channel.notify(MESSAGE, message(pushable(event), level))
 
     def progress(self, message: str) -> None:
         self._told += 1
@@ -266,7 +292,7 @@ class Standing:
         level = LEVELS.get(kind, DEFAULT_LEVEL)
         least = self._stream.log_level or DEFAULT_LEVEL
         if SEVERITY[level] >= SEVERITY[least]:
-            self._channel.notify(MESSAGE, message(event, level))
+            self._channel.notify(MESSAGE, message(pushable(event), level))
 
     def _closed(self) -> None:
         self._standings.closed(self)
