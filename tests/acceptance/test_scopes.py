@@ -1,6 +1,9 @@
 """Every operation by every scope over HTTP, from one table."""
 
+import asyncio
+import re
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +122,25 @@ async def test_without_a_good_token_there_is_nothing(here: Scene, header: str | 
         assert posted.headers["WWW-Authenticate"].startswith("Bearer")
         assert b"oubliette_" not in posted.body
         assert "result" not in posted.json
+
+
+async def test_strangers_are_in_the_audit_and_cannot_flood_it(tmp_path: Path) -> None:
+    async with (
+        ServerProcess(tmp_path / "home") as server,
+        McpCaller(server.url, "oub_" + "0" * 64, era="modern") as one,
+    ):
+        for _ in range(50):
+            assert (await one.post(one.message("tools/list"))).status == 401
+
+        def noted() -> list[dict[str, Any]]:
+            return records(server.home, "audit", operation="authenticate")
+
+        first = noted()[0]
+        assert (first["outcome"], first["token_id"]) == ("refused: unauthenticated", None)
+        async with asyncio.timeout(10):
+            while not re.fullmatch(r"refused: unauthenticated, \d+ times", noted()[-1]["outcome"]):
+                await one.post(one.message("tools/list"))
+        assert len(noted()) <= 1.5 + (noted()[-1]["at"] - first["at"])
 
 
 @pytest.mark.seed("OTD-SECURITY.4")
