@@ -255,7 +255,7 @@ async def test_a_name_that_agents_would_cut_is_mapped_once_and_events_keep_it(he
 
 
 @pytest.mark.seed("REQ-CTR-002.1")
-async def test_the_first_list_of_a_new_session_contains_the_callers_tools_in_forty_runs(here: Scene) -> None:
+async def test_the_first_list_of_a_new_session_contains_the_callers_tools_in_a_hundred_runs(here: Scene) -> None:
     """`$tools` is what the droid listed when its session began: no wait, no second list."""
     async with here.caller() as caller:
 
@@ -266,7 +266,7 @@ async def test_the_first_list_of_a_new_session_contains_the_callers_tools_in_for
             await here.server.ask("session_end", session_id=session_id)
             return turn.text
 
-        for start in range(0, 40, 4):
+        for start in range(0, 100, 4):
             texts = await asyncio.gather(*(run(start + n) for n in range(4)))
             for n, text in enumerate(texts):
                 assert f"ant_t{start + n}" in text
@@ -280,7 +280,7 @@ async def test_without_caller_tools_the_client_is_ready_at_once(here: Scene) -> 
             loop = asyncio.get_running_loop()
             began = loop.time()
             names = await agent.tool_names()
-            assert loop.time() - began < 0.5, "nothing is waited for"
+            assert loop.time() - began < 0.3, "nothing is waited for"
         assert names == ["session_message", "session_events"]
 
 

@@ -25,7 +25,7 @@ async def here(server: ServerProcess) -> AsyncGenerator[Scene]:
         yield made
 
 
-ROUNDS = 12
+ROUNDS = 100
 
 
 async def test_two_sessions_that_start_together_never_cross(here: Scene) -> None:

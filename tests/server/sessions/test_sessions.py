@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from oubliette.server.errors import (
     TooMany,
     Unauthenticated,
 )
+from oubliette.server.sessions import session
 from oubliette.server.tokens.token import Actor, Scope
+from tests.kit import acp_agent
 from tests.kit.app import World, world
 
 CHILD = json.dumps({"tool": "session_message", "args": {"message": '<<plan [{"say": "c"}]>>', "wait_seconds": 20}})
@@ -618,6 +621,25 @@ async def test_an_agent_that_never_refreshes_reaches_later_tools_by_search_and_c
         await here.ask("session_watch", session_id=session_id, wait_seconds=20)
         (turn,) = (await here.ask("session_get", session_id=session_id))["turns"]
         assert turn["text"].endswith("now")
+
+
+@pytest.mark.parametrize("agent", ["asks", "never asks"])
+async def test_an_agent_that_has_not_asked_for_its_tools_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
+):
+    monkeypatch.setattr(session, "LISTED_WITHIN_S", 0.2)
+    plan = '<<plan [{"sleep": 0.5}]>>'
+    if agent == "never asks":
+        argv = (sys.executable, str(acp_agent.__file__), "plain")
+        usual = builtin.profile
+        monkeypatch.setattr(builtin, "profile", lambda **chosen: dataclasses.replace(usual(**chosen), argv=argv))
+        done = {"act": "answer", "result": {"stopReason": "end_turn"}}
+        plan = json.dumps([{"act": "trickle", "n": 5, "s": 0.1}, done])
+    async with world(tmp_path / "h", runtime="process", unsafe_no_sandbox=True) as here:
+        project = await here.project()
+        told = await here.ask("session_message", project_id=project, message=plan, wait_seconds=20)
+        warnings = [one["kind"] for one in await here.events(told["session_id"]) if one["type"] == "warning"]
+        assert ("mcp_not_connected" in warnings) is (agent == "never asks")
 
 
 async def test_children_whose_parents_end_the_server_did_not_outlive_are_ended_by_the_next(tmp_path: Path):

@@ -22,7 +22,6 @@ class LaunchProfile:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     mode: str | None = None  # session/set_mode after new and after load
     list_changed: str = "live"  # "live", "next_turn" or "none": when it sees tools declared later
-    mcp_call_timeout_s: float | None = None
     resume: str | None = None  # "resume" or "load"
 
 
