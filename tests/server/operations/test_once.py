@@ -6,7 +6,7 @@ import pytest
 
 from oubliette.server.clock import SystemClock
 from oubliette.server.errors import CallKeyReused, Conflict, OutcomeUnknown
-from oubliette.server.operations.once import Once
+from oubliette.server.operations.once import KeepOutcome, Once
 from oubliette.server.storage.sqlite import SqliteDatabase
 
 
@@ -20,15 +20,27 @@ async def database(tmp_path: Path) -> AsyncGenerator[SqliteDatabase]:
 class Work:
     """Counts how often it ran, and waits where it is told to."""
 
-    def __init__(self, outcome: bytes = b"1", failure: Exception | None = None) -> None:
+    def __init__(
+        self,
+        outcome: bytes = b"1",
+        failure: Exception | None = None,
+        *,
+        effect: tuple[SqliteDatabase, bytes] | None = None,
+    ) -> None:
         self.runs = 0
+        self.effect = effect
+        self.has_effect = asyncio.Event()
         self.outcome = outcome
         self.failure = failure
         self.may_end = asyncio.Event()
         self.may_end.set()
 
-    async def __call__(self) -> bytes:
+    async def __call__(self, keep: KeepOutcome) -> bytes:
         self.runs += 1
+        if self.effect is not None:
+            database, told = self.effect
+            await database.write(lambda tx: keep(tx, told))
+            self.has_effect.set()
         await self.may_end.wait()
         if self.failure is not None:
             raise self.failure
@@ -80,6 +92,47 @@ async def test_what_a_crash_cut_off_is_unknown_and_not_run_again(database: Sqlit
         await task
     with pytest.raises(OutcomeUnknown, match="Look before you repeat it"):
         await Once(database, SystemClock()).run("s", "key", "tool", b"{}", work)
+    assert work.runs == 1
+
+
+async def test_an_outcome_that_was_kept_with_its_effect_is_there_after_a_crash(database: SqliteDatabase):
+    crashed, work = Once(database, SystemClock()), Work(b"all of it", effect=(database, b"what counts"))
+    work.may_end.clear()
+    task = asyncio.get_running_loop().create_task(crashed.run("s", "key", "tool", b"{}", work))
+    await work.has_effect.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await Once(database, SystemClock()).run("s", "key", "tool", b"{}", work) == b"what counts"
+    assert work.runs == 1
+
+
+async def test_what_is_told_in_the_end_is_kept_over_what_was_known_at_the_effect(database: SqliteDatabase):
+    work = Work(b"all of it", effect=(database, b"what counts"))
+    for once in (Once(database, SystemClock()), Once(database, SystemClock())):
+        assert await once.run("s", "key", "tool", b"{}", work) == b"all of it"
+    assert work.runs == 1
+
+
+async def test_who_asks_again_before_the_end_waits_for_it_though_the_effect_is_there(database: SqliteDatabase):
+    once, work = Once(database, SystemClock()), Work(b"all of it", effect=(database, b"what counts"))
+    work.may_end.clear()
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(once.run("s", "key", "tool", b"{}", work))
+        await work.has_effect.wait()
+        second = tasks.create_task(once.run("s", "key", "tool", b"{}", work))
+        work.may_end.set()
+    assert [first.result(), second.result()] == [b"all of it", b"all of it"]
+
+
+@pytest.mark.parametrize("has_effect_first", [True, False])
+async def test_a_secret_outcome_is_told_once_and_kept_nowhere(database: SqliteDatabase, has_effect_first: bool):
+    work = Work(b"the secret", effect=(database, b"the secret") if has_effect_first else None)
+    once = Once(database, SystemClock())
+    assert await once.run("s", "key", "tool", b"{}", work, is_secret=True) == b"the secret"
+    assert await database.read(lambda tx: tx.all("SELECT state, outcome FROM calls")) == [("done", None)]
+    with pytest.raises(OutcomeUnknown, match="holds a secret"):
+        await once.run("s", "key", "tool", b"{}", work, is_secret=True)
     assert work.runs == 1
 
 

@@ -19,7 +19,7 @@ from oubliette.server.endpoints import failures
 from oubliette.server.errors import Forbidden, OublietteError, Unauthenticated, UnknownTool
 from oubliette.server.limits import PENDING_CALLS_PER_SESSION
 from oubliette.server.operations.gate import Gate
-from oubliette.server.operations.once import Once
+from oubliette.server.operations.once import KeepOutcome, Once
 from oubliette.server.operations.operation import Asked, Operation, Rooms
 from oubliette.server.operations.schemas import schema
 from oubliette.server.sessions.boxes import Boxes
@@ -164,22 +164,24 @@ class Boxed:
         arguments = _encode_sorted(asked.arguments)
         operation = self.gate.find(asked.tool)
 
-        asking = Asked(actor=actor, door="relay")
-
-        async def work() -> bytes:
-            return _encode(await self._operate(asking, asked.tool, arguments))
-
         if operation is None or not operation.writes:
-            outcome = await work()
+            outcome = _encode(await self._operate(Asked(actor=actor, door="relay"), asked.tool, arguments))
             # What writes leaves its row in its own transaction; a read leaves one here.
             target = asked.tool[:128]
             await self.note(
                 audit.entry(actor, door="relay", operation="oubliette_call_tool", outcome="ok", target=target)
             )
         else:
-            outcome = await self.once.run(session_id, asked.call_key, asked.tool, arguments, work)
+
+            async def work(keep: KeepOutcome) -> bytes:
+                asking = _asking(actor, keep, lambda result: _encode(self._result(operation.name, result)))
+                return _encode(await self._operate(asking, operation.name, arguments))
+
+            outcome = await self.once.run(
+                session_id, asked.call_key, operation.name, arguments, work, is_secret=operation.shown_once
+            )
             if operation.wait is not None:
-                outcome = await self._waited(asking, operation, arguments, outcome)
+                outcome = await self._waited(Asked(actor=actor, door="relay"), operation, arguments, outcome)
         self.mark("operation:before_reply")
         return msgspec.Raw(outcome)
 
@@ -241,14 +243,14 @@ class Boxed:
                 told[name] = value
         arguments = _encode_sorted(told)
 
-        asking, operation = Asked(actor=actor, door="relay"), self.gate.find("session_message")
+        operation = self.gate.find("session_message")
         assert operation is not None
 
-        async def work() -> bytes:
-            return _encode(await self.gate.effect(asking, operation.name, arguments))
+        async def work(keep: KeepOutcome) -> bytes:
+            return _encode(await self.gate.effect(_asking(actor, keep, _encode), operation.name, arguments))
 
         outcome = await self.once.run(session_id, asked.call_key, operation.name, arguments, work)
-        return await self.gate.waited(asking, operation, arguments, outcome)
+        return await self.gate.waited(Asked(actor=actor, door="relay"), operation, arguments, outcome)
 
     async def session_events(self, session_id: str, asked: relay.SessionEvents) -> object:
         actor = await self._creator(session_id)
@@ -280,6 +282,11 @@ class _Stored(msgspec.Struct):
     """A tool result as it was kept, as far as it is looked at."""
 
     structuredContent: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _asking(actor: Actor, keep: KeepOutcome, told: Callable[[msgspec.Struct], bytes]) -> Asked:
+    """A question out of a box whose result is kept, as it will be told, with its effect."""
+    return Asked(actor=actor, door="relay", kept=lambda tx, result: keep(tx, told(result)))
 
 
 def _shown(operation: Operation[Any]) -> dict[str, Any]:

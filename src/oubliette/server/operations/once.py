@@ -1,8 +1,8 @@
 """A writing request out of a box happens at most once per call key.
 
-Its row is `running` before the operation begins and holds the outcome after it. The same key again joins what runs
-here, or gets the stored outcome; a row found running that nothing here runs was cut off by a crash, and is answered
-`outcome_unknown` rather than run again blindly.
+Its row is `running` before the operation begins and holds the outcome with the commit of the effect. The same key again
+joins what runs here, or gets the stored outcome; a row found running that nothing here runs was cut off by a crash
+before an effect was committed with it, and is answered `outcome_unknown` rather than run again blindly.
 """
 
 import asyncio
@@ -16,6 +16,9 @@ from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.relay import CALL_KEY_MAX
 
 KIND = "operation"
+
+# Keeps an outcome in the transaction that has the effect. None: it is there, and its answer is not for keeping.
+KeepOutcome = Callable[[Tx, bytes | None], Awaitable[None]]
 
 
 def _unmarked(name: str) -> None:
@@ -35,9 +38,15 @@ class Once:
         call_key: str | None,
         tool: str,
         arguments: bytes,
-        work: Callable[[], Awaitable[bytes]],
+        work: Callable[[KeepOutcome], Awaitable[bytes]],
+        *,
+        is_secret: bool = False,
     ) -> bytes:
-        """Do the work and keep its outcome, or give what the same key got before."""
+        """Do the work and keep its outcome, or give what the same key got before.
+
+        The work keeps its outcome with its effect; where it kept none, or has more to say by the end, that is kept
+        then. An outcome that is secret is kept nowhere.
+        """
         key = call_key or ids.new_key()
         if len(key) > CALL_KEY_MAX:
             raise InvalidParams(f"a call key has at most {CALL_KEY_MAX} characters")
@@ -47,11 +56,15 @@ class Once:
             return await self._again(session_id, key, digest, found)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._running[session_id, key] = future
+
+        async def keep(tx: Tx, outcome: bytes | None) -> None:
+            await self._keep(tx, session_id, key, None if is_secret else outcome)
+
         try:
             self._mark("operation:after_row")
-            outcome = await work()
+            outcome = await work(keep)
             self._mark("operation:after_effect")
-            await self._leave(session_id, key, "done", outcome)
+            await self._database.write(lambda tx: keep(tx, outcome))
             future.set_result(outcome)
             return outcome
         except Exception as failure:
@@ -93,29 +106,25 @@ class Once:
     async def _again(self, session_id: str, key: str, digest: bytes, found: Row) -> bytes:
         if found[0] != digest:
             raise CallKeyReused("this call key was used for another call: every call needs a fresh one")
-        if found[1] == "done":
-            return found[2]
         running = self._running.get((session_id, key))
         if running is not None:
             return await asyncio.shield(running)
+        if found[1] == "done":
+            if found[2] is None:
+                raise OutcomeUnknown("this was done; its answer holds a secret, which is told once and kept nowhere")
+            return found[2]
         raise OutcomeUnknown(
             "the server stopped while this call ran: whether it took effect is not known. Look before you repeat it"
         )
 
-    async def _leave(self, session_id: str, key: str, state: str, outcome: bytes) -> None:
-        now = self._clock.now()
-
-        async def write(tx: Tx) -> None:
-            await tx.run(
-                "UPDATE calls SET state = ?, outcome = ?, ended_at = ? WHERE session_id = ? AND request_id = ?",
-                state,
-                outcome,
-                now,
-                session_id,
-                ids.call_uuid(session_id, key),
-            )
-
-        await self._database.write(write)
+    async def _keep(self, tx: Tx, session_id: str, key: str, outcome: bytes | None) -> None:
+        await tx.run(
+            "UPDATE calls SET state = 'done', outcome = ?, ended_at = ? WHERE session_id = ? AND request_id = ?",
+            outcome,
+            self._clock.now(),
+            session_id,
+            ids.call_uuid(session_id, key),
+        )
 
     async def _drop(self, session_id: str, key: str) -> None:
         async def write(tx: Tx) -> None:

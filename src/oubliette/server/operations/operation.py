@@ -19,11 +19,14 @@ from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.sessions.messages import Messages
 from oubliette.server.sessions.sessions import Sessions
-from oubliette.server.storage.database import Database
+from oubliette.server.storage.database import Database, Tx
 from oubliette.server.tokens.token import Actor, Scope
 from oubliette.server.tokens.tokens import Tokens
 
 P = TypeVar("P", bound=msgspec.Struct)
+
+
+Keep = Callable[[Tx, msgspec.Struct], Awaitable[None]]
 
 
 class Target(StrEnum):
@@ -61,6 +64,12 @@ class Asked:
     door: str  # "mcp", "relay", "local"
     stream_id: str | None = None  # the MCP session that asked; its streams become carriers of what it touches
     followed: Followed | None = None
+    kept: Keep | None = None  # where the same request may come again: what keeps its result for that
+
+    async def keep(self, tx: Tx, result: msgspec.Struct) -> None:
+        """Let the result be committed with the effect: after a crash both are there, or neither is."""
+        if self.kept is not None:
+            await self.kept(tx, result)
 
     def entry(self, operation: str, target: str | None = None, outcome: str = "ok") -> audit.Entry:
         """The audit entry of this call."""
@@ -97,6 +106,7 @@ class Operation(Generic[P]):
     wait: Callable[[Rooms, Asked, P, Any], Awaitable[msgspec.Struct]] | None = None
     refused: Callable[[Any], bool] | None = None  # whether a result tells of a refusal
     title: str = ""
+    shown_once: bool = False  # its result holds a secret: it is kept nowhere
     destructive: bool = False  # loses something that cannot be had back
     everywhere: bool = False  # beyond any one project: not for a token that is narrowed to one
     inside: bool = True  # whether it may be asked out of a box at all

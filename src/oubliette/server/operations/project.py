@@ -111,7 +111,7 @@ async def create(rooms: Rooms, asked: Asked, params: ProjectCreate) -> ProjectSh
     }
     settings = {name: value for name, value in chosen.items() if value is not None}
 
-    async def write(tx: Tx) -> Project:
+    async def write(tx: Tx) -> ProjectShown:
         project = await projects.create(
             tx,
             name=params.name,
@@ -121,9 +121,11 @@ async def create(rooms: Rooms, asked: Asked, params: ProjectCreate) -> ProjectSh
             now=now,
         )
         await audit.write(tx, now, asked.entry("project_create", project.id))
-        return project
+        shown = _shown(project)
+        await asked.keep(tx, shown)
+        return shown
 
-    return _shown(await rooms.database.write(write))
+    return await rooms.database.write(write)
 
 
 async def get(rooms: Rooms, asked: Asked, params: ProjectNamed) -> ProjectShown:
@@ -146,6 +148,7 @@ async def listed(rooms: Rooms, asked: Asked, params: ProjectList) -> ProjectsSho
 
 async def delete(rooms: Rooms, asked: Asked, params: ProjectNamed) -> Deleted:
     now = rooms.clock.now()
+    deleted = Deleted(id=params.project_id, deleted=True)
     # Nobody waits on the loop while a large log goes.
     while await rooms.database.write(lambda tx: projects.empty(tx, params.project_id, BULK_ROWS)):
         pass
@@ -153,10 +156,11 @@ async def delete(rooms: Rooms, asked: Asked, params: ProjectNamed) -> Deleted:
     async def write(tx: Tx) -> None:
         await projects.delete(tx, params.project_id)
         await audit.write(tx, now, asked.entry("project_delete", params.project_id))
+        await asked.keep(tx, deleted)
 
     await rooms.database.write(write)
     rooms.forget_workspace(params.project_id, None)
-    return Deleted(id=params.project_id, deleted=True)
+    return deleted
 
 
 def _workspace_shown(workspace: Workspace, project: Project) -> WorkspaceShown:
@@ -184,16 +188,18 @@ async def workspace_list(rooms: Rooms, asked: Asked, params: WorkspaceList) -> W
 async def workspace_delete(rooms: Rooms, asked: Asked, params: WorkspaceDelete) -> Deleted:
     now = rooms.clock.now()
 
-    async def write(tx: Tx) -> bool:
+    async def write(tx: Tx) -> Deleted:
         project = await projects.get(tx, params.project_id)
-        deleted = await projects.delete_workspace(tx, project, params.workspace_id)
+        was_there = await projects.delete_workspace(tx, project, params.workspace_id)
         await audit.write(tx, now, asked.entry("workspace_delete", params.workspace_id))
+        deleted = Deleted(id=params.workspace_id, deleted=was_there)
+        await asked.keep(tx, deleted)
         return deleted
 
     deleted = await rooms.database.write(write)
-    if deleted:
+    if deleted.deleted:
         rooms.forget_workspace(params.project_id, params.workspace_id)
-    return Deleted(id=params.workspace_id, deleted=deleted)
+    return deleted
 
 
 OPERATIONS = (

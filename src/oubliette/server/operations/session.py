@@ -1,5 +1,6 @@
 """Operations on sessions."""
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -246,34 +247,42 @@ async def message(rooms: Rooms, asked: Asked, params: SessionMessage) -> Session
     if params.session_id is not None and (params.create_workspace or params.external_id is not None):
         raise InvalidParams("session_id names a session that is there: create_workspace and external_id make one")
     wanted = await _wanted(rooms, asked, params)
-    actor, messages = asked.actor, rooms.messages
+    actor, messages, kept = asked.actor, rooms.messages, _kept(asked)
     if params.session_id is not None:
-        messaged = await messages.send(actor, asked.door, params.session_id, wanted)
+        messaged = await messages.send(actor, asked.door, params.session_id, wanted, kept)
     elif actor.derived and actor.session_id is not None:
-        messaged = await messages.spawn_child(actor, asked.door, actor.session_id, wanted)
+        messaged = await messages.spawn_child(actor, asked.door, actor.session_id, wanted, kept)
     elif params.project_id is None:
         raise InvalidParams("project_id is missing: say which project, or which session by session_id")
     else:
-        messaged = await messages.message(actor, asked.door, params.project_id, wanted)
+        messaged = await messages.message(actor, asked.door, params.project_id, wanted, kept)
     return await _messaged(rooms, asked, messaged)
 
 
 async def spawn(rooms: Rooms, asked: Asked, params: SessionSpawn) -> SessionMessaged:
     wanted = await _wanted(rooms, asked, params)
-    actor, messages = asked.actor, rooms.messages
+    actor, messages, kept = asked.actor, rooms.messages, _kept(asked)
     if actor.derived and actor.session_id is not None:
-        messaged = await messages.spawn_child(actor, asked.door, actor.session_id, wanted)
+        messaged = await messages.spawn_child(actor, asked.door, actor.session_id, wanted, kept)
     elif params.project_id is None:
         raise InvalidParams("project_id is missing: say in which project")
     else:
-        messaged = await messages.spawn(actor, asked.door, params.project_id, wanted)
+        messaged = await messages.spawn(actor, asked.door, params.project_id, wanted, kept)
     return await _messaged(rooms, asked, messaged)
 
 
+def _kept(asked: Asked) -> Callable[[Tx, Messaged], Awaitable[None]]:
+    return lambda tx, messaged: asked.keep(tx, _told(messaged))
+
+
 async def _messaged(rooms: Rooms, asked: Asked, messaged: Messaged) -> SessionMessaged:
+    await rooms.sessions.bind(asked.actor, messaged.session, asked.stream_id)
+    return await _as_it_is_now(rooms, asked, _told(messaged))
+
+
+def _told(messaged: Messaged) -> SessionMessaged:
     session = messaged.session
-    await rooms.sessions.bind(asked.actor, session, asked.stream_id)
-    told = SessionMessaged(
+    return SessionMessaged(
         session_id=session.id,
         spawned=messaged.spawned,
         workspace_id=session.workspace_id,
@@ -282,7 +291,6 @@ async def _messaged(rooms: Rooms, asked: Asked, messaged: Messaged) -> SessionMe
         turn=messaged.turn,
         status=session.state.value,
     )
-    return await _as_it_is_now(rooms, asked, told)
 
 
 async def waited(
@@ -397,7 +405,13 @@ async def listed(rooms: Rooms, asked: Asked, params: SessionList) -> SessionsSho
 async def end(rooms: Rooms, asked: Asked, params: SessionNamed) -> SessionEnded:
     if asked.actor.derived and params.session_id == asked.actor.session_id:
         raise Forbidden("a droid cannot end its own session: end the turn instead")
-    session = await rooms.sessions.end(asked.actor, asked.door, params.session_id)
+    session = await rooms.sessions.end(
+        asked.actor, asked.door, params.session_id, lambda tx, ended: asked.keep(tx, _ended(ended))
+    )
+    return _ended(session)
+
+
+def _ended(session: rows.Session) -> SessionEnded:
     return SessionEnded(session_id=session.id, status=session.state.value)
 
 

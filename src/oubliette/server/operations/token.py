@@ -11,7 +11,6 @@ from oubliette.server.operations.operation import Asked, Operation, Rooms, Targe
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens import tokens
 from oubliette.server.tokens.token import Scope, Token
-from oubliette.server.tokens.tokens import Issued
 
 
 class TokenCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +62,7 @@ async def create(rooms: Rooms, asked: Asked, params: TokenCreate) -> TokenCreate
     now = rooms.clock.now()
     expires_at = now + params.expires_in_s if params.expires_in_s is not None else None
 
-    async def write(tx: Tx) -> Issued:
+    async def write(tx: Tx) -> TokenCreated:
         issued = await tokens.issue(
             tx,
             name=params.name,
@@ -73,12 +72,13 @@ async def create(rooms: Rooms, asked: Asked, params: TokenCreate) -> TokenCreate
             creator=asked.actor.principal,
         )
         await audit.write(tx, now, asked.entry("token_create", issued.token.id))
-        return issued
+        created = TokenCreated(
+            id=issued.token.id, token=issued.secret, name=params.name, scope=params.scope, expires_at=expires_at
+        )
+        await asked.keep(tx, created)
+        return created
 
-    issued = await rooms.database.write(write)
-    return TokenCreated(
-        id=issued.token.id, token=issued.secret, name=params.name, scope=params.scope, expires_at=expires_at
-    )
+    return await rooms.database.write(write)
 
 
 def _shown(token: Token) -> TokenShown:
@@ -102,13 +102,14 @@ async def listed(rooms: Rooms, asked: Asked, params: TokenList) -> TokensShown:
 async def revoke(rooms: Rooms, asked: Asked, params: TokenRevoke) -> TokenRevoked:
     now = rooms.clock.now()
 
-    async def write(tx: Tx) -> Token:
+    async def write(tx: Tx) -> TokenRevoked:
         token = await tokens.revoke(tx, params.token_id, now)
         await audit.write(tx, now, asked.entry("token_revoke", token.id))
-        return token
+        revoked = TokenRevoked(id=token.id, name=token.name, revoked=True)
+        await asked.keep(tx, revoked)
+        return revoked
 
-    token = await rooms.database.write(write)
-    return TokenRevoked(id=token.id, name=token.name, revoked=True)
+    return await rooms.database.write(write)
 
 
 OPERATIONS = (
@@ -123,6 +124,7 @@ OPERATIONS = (
         summary="Create an API token. The answer holds its secret, once.",
         run=create,
         writes=True,
+        shown_once=True,
         derived=False,
     ),
     Operation(

@@ -1,5 +1,6 @@
 """Messages to sessions: which session a message goes to, and what a session is started with."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,6 +54,10 @@ class Messaged:
     log_end: int  # with it
 
 
+# Commits with a message what somebody has to know of it after a crash.
+Kept = Callable[[Tx, Messaged], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     sessions_per_project: int
@@ -70,7 +75,7 @@ class Messages:
     def bounds(self) -> Bounds:
         return self._bounds
 
-    async def message(self, actor: Actor, door: str, project_id: str, wanted: Wanted) -> Messaged:
+    async def message(self, actor: Actor, door: str, project_id: str, wanted: Wanted, kept: Kept) -> Messaged:
         """Give a message to the live session of a workspace, or start one with it."""
         await self._rooms.boxes.runtime.check()
         now = self._rooms.clock.now()
@@ -82,14 +87,17 @@ class Messages:
             if current is None:
                 started = await self._start(tx, actor, project, where, wanted, now)
                 await _note(tx, actor, door, "session_message", started.session.id, now)
+                await kept(tx, started)
                 return started, wanted.declaration is not None
             sent, redeclared = await self._send(tx, actor, current, wanted, now)
+            sent = replace(sent, workspace_created=where.created)
             await _note(tx, actor, door, "session_message", current.id, now)
-            return replace(sent, workspace_created=where.created), redeclared
+            await kept(tx, sent)
+            return sent, redeclared
 
         return await self._settled(await self._rooms.database.write(write), wanted)
 
-    async def send(self, actor: Actor, door: str, session_id: str, wanted: Wanted) -> Messaged:
+    async def send(self, actor: Actor, door: str, session_id: str, wanted: Wanted, kept: Kept) -> Messaged:
         """Give a message to this very session."""
         now = self._rooms.clock.now()
 
@@ -101,13 +109,14 @@ class Messages:
                 raise Conflict(
                     f"session {session_id} works in workspace {current.workspace_id}: leave workspace_id out"
                 )
-            sent = await self._send(tx, actor, current, wanted, now)
+            sent, redeclared = await self._send(tx, actor, current, wanted, now)
             await _note(tx, actor, door, "session_message", session_id, now)
-            return sent
+            await kept(tx, sent)
+            return sent, redeclared
 
         return await self._settled(await self._rooms.database.write(write), wanted)
 
-    async def spawn(self, actor: Actor, door: str, project_id: str, wanted: Wanted) -> Messaged:
+    async def spawn(self, actor: Actor, door: str, project_id: str, wanted: Wanted, kept: Kept) -> Messaged:
         """Start a new session, whatever else lives in its workspace."""
         await self._rooms.boxes.runtime.check()
         now = self._rooms.clock.now()
@@ -117,11 +126,12 @@ class Messages:
             where = await self._workspace(tx, project, wanted, now)
             started = await self._start(tx, actor, project, where, wanted, now)
             await _note(tx, actor, door, "session_spawn", started.session.id, now)
+            await kept(tx, started)
             return started, wanted.declaration is not None
 
         return await self._settled(await self._rooms.database.write(write), wanted)
 
-    async def spawn_child(self, actor: Actor, door: str, parent_id: str, wanted: Wanted) -> Messaged:
+    async def spawn_child(self, actor: Actor, door: str, parent_id: str, wanted: Wanted, kept: Kept) -> Messaged:
         """Start a session below another: with its root's owner, budget and, unless told otherwise, caller tools."""
         now = self._rooms.clock.now()
 
@@ -142,6 +152,7 @@ class Messages:
             where = await self._workspace(tx, project, wanted, now, default=parent.workspace_id)
             started = await self._start(tx, actor, project, where, wanted, now, parent=parent)
             await _note(tx, actor, door, "session_spawn", started.session.id, now)
+            await kept(tx, started)
             child = ChildStarted(child_session_id=started.session.id)
             return started, await self._rooms.events.append(tx, parent_id, (child,), now)
 

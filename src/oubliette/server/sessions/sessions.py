@@ -1,7 +1,7 @@
 """All sessions: those that live, their ends, and their return after a restart."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from oubliette.server import audit
 from oubliette.server.errors import NotFound
@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 # On whose behalf the server itself ends what nobody else will.
 _SERVER = Actor(principal="server", scope=Scope.ADMIN)
+
+
+# Commits with an end what somebody has to know of it after a crash.
+Kept = Callable[[Tx, rows.Session], Awaitable[None]]
 
 
 class Sessions:
@@ -59,7 +63,7 @@ class Sessions:
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
-    async def end(self, actor: Actor, door: str, session_id: str) -> rows.Session:
+    async def end(self, actor: Actor, door: str, session_id: str, kept: Kept | None = None) -> rows.Session:
         """End a session with its droid, children, pending calls and derived key. Ending twice is no error."""
         now = self._rooms.clock.now()
 
@@ -84,7 +88,10 @@ class Sessions:
             moved = await rows.move(tx, session_id, Move.END, now, "ended on request")
             await self._rooms.events.append(tx, session_id, moved, now)
             await _note(tx, actor, door, "session_end", session_id, now)
-            return await rows.get(tx, session_id), True
+            ended = await rows.get(tx, session_id)
+            if kept is not None:
+                await kept(tx, ended)
+            return ended, True
 
         session, changed = await self._rooms.database.write(write)
         # After it: a session that has ended starts no more children.
