@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 LISTED_WITHIN_S = 10.0
 # How often a turn that waits for its caller is told from one that has fallen silent.
 TOUCH_EVERY_S = 10.0
+# After a restart a droid may be back before its client is, and a client that was alone for long listed few tools.
+RELISTED_WITHIN_S = 3.0
 STOP_WITHIN_S = 10.0
 LET_GO_WITHIN_S = 1.0
 
@@ -79,7 +81,8 @@ class LiveSession:
         self._box: OpenBox | None = None
         self._droid: Droid | None = None
         self._loss: str | None = None
-        self._listed = False
+        self._listed = asyncio.Event()
+        self._has_returned = False
         self._is_cancelled = False
         self.task: asyncio.Task[None] | None = None
 
@@ -102,8 +105,8 @@ class LiveSession:
         self._woken.set()
 
     def listed(self) -> None:
-        """The droid asked for its tools and was answered."""
-        self._listed = True
+        """The droid asked for its tools as they are now, and was answered."""
+        self._listed.set()
 
     async def cancel(self) -> bool:
         """Cancel the open turn, and what it waits for; False where none is open."""
@@ -186,11 +189,7 @@ class LiveSession:
 
     async def _start(self, turn: rows.Turn) -> None:
         droid = await self._ready()
-        if not await self._begin(turn):
-            return
-        if self._is_cancelled:
-            await self._close(turn.number, Outcome(stop_reason="cancelled", text=""))
-        else:
+        if await self._begin(turn):
             await self._work(turn, droid)
 
     async def _work(self, turn: rows.Turn, droid: Droid) -> None:
@@ -198,6 +197,10 @@ class LiveSession:
         timer = asyncio.get_running_loop().call_later(LISTED_WITHIN_S, self._look_for_tools)
         try:
             if not droid.has_turn(turn.number):
+                await self._wait_relisted()
+                if self._is_cancelled:
+                    await self._close(turn.number, Outcome(stop_reason="cancelled", text=""))
+                    return
                 await droid.prompt(turn.number, turn.prompt)
             await self._wait_over(droid)
         except DroidFailed as failure:
@@ -207,6 +210,17 @@ class LiveSession:
         if self._loss is not None:
             await self._close(turn.number, _lost("droid_failed", self._loss))
             await self._clear()
+
+    async def _wait_relisted(self) -> None:
+        """Let a droid that was taken up again see its tools before it begins; one that never lists loses a moment."""
+        if not self._has_returned:
+            return
+        self._has_returned = False
+        try:
+            async with asyncio.timeout(RELISTED_WITHIN_S):
+                await self._listed.wait()
+        except TimeoutError:
+            pass
 
     async def _has_ended(self, number: int) -> bool:
         """Whether a turn that was open when it was looked up ended meanwhile."""
@@ -229,7 +243,8 @@ class LiveSession:
             return self._droid
         rooms = self._rooms
         self._loss = None
-        self._listed = False
+        self._listed.clear()
+        self._has_returned = False
         if self._box is not None and self._box.link is None:
             await self._clear()  # nothing can be started where no keeper is
         if self._box is None:
@@ -246,7 +261,7 @@ class LiveSession:
         if box is None:
             return
         self._box = box
-        self._listed = True
+        self._has_returned = True
         self._droid = await self._rooms.droids.resume(self, box)
         if self._droid is None:
             await self._clear()
@@ -298,7 +313,7 @@ class LiveSession:
         self.droid_ended(reason)
 
     def _look_for_tools(self) -> None:
-        if not self._listed and self._open_turn is not None and self.task is not None:
+        if not self._listed.is_set() and self._open_turn is not None and self.task is not None:
             message = "the droid has not asked for its tools: it may be working without them"
             # The session's own task waits for the turn; the log line needs one of its own, owned by the box's group.
             self._rooms.boxes.spawn(self._say(Warn(kind="mcp_not_connected", message=message)))
