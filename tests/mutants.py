@@ -340,7 +340,7 @@ MUTANTS = (
     Mutant(
         "OTD-SECURITY.1",
         "server/droids/dialogue.py",
-        "return data.replace(self._secret, REDACTED) if self._secret is not None else data",
+        "return redaction.redacted(data, self._secret)",
         "return data",
         SECRETS,
     ),

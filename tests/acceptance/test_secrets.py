@@ -1,5 +1,6 @@
 """Keys are in no file, no log, no event, no row, no process list; only where they must be."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from tests.kit import leaks
 from tests.kit.inhabitants import inhabitants, namespace
 from tests.kit.scene import lent, scene
 from tests.kit.server import ServerProcess
+
+KEY = re.compile(rb"oub_[0-9a-f]{64}")
 
 
 @pytest.mark.seed("OTD-SECURITY.1")
@@ -80,3 +83,26 @@ async def test_no_secret_is_anywhere_after_a_whole_day_of_a_server(tmp_path: Pat
             assert leaks.in_processes(secrets, name) == []
     found = leaks.in_files(secrets, [folder])
     assert found == []
+
+
+async def test_a_token_that_a_droid_made_is_known_to_nobody_but_the_droid(tmp_path: Path) -> None:
+    """Whatever has the form of a key is looked for, since who made it alone knows it; also after a restart."""
+    folder = tmp_path / "server"
+    folder.mkdir()
+    made = {"tool": "oubliette_token_create", "args": {"name": "mine", "scope": "read"}, "expect": {"is_error": False}}
+    told = {"say": "it is $last"}
+    async with ServerProcess(folder / "home", log_level="debug") as server, scene(server) as here:
+        brought = (await here.token("admin"))["token"]
+        async with here.caller() as caller:
+            session_id = await here.start(caller, [made, told], oubliette_api_key=brought)
+            first = (await here.turn(session_id)).worked()
+            assert '"token":"[redacted]"' in first.text
+            await server.kill()
+            await server.restart()
+        async with here.caller() as caller:
+            await here.more(caller, session_id, [{**made, "args": {"name": "more", "scope": "read"}}, told])
+            assert '"token":"[redacted]"' in (await here.turn(session_id, 2)).worked().text
+        names = [token["name"] for token in (await server.ask("token_list"))["tokens"]]
+        assert {"mine", "more"} <= set(names)
+        assert leaks.of_the_form(KEY, [folder]) == []
+    assert leaks.of_the_form(KEY, [folder]) == []

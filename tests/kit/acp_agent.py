@@ -103,6 +103,9 @@ class Agent:
                 sys.stdout.write("z")
                 sys.stdout.flush()
             self.write("")
+        elif name == "long-key":
+            sys.stdout.write("x" * item["n"] + os.environ["KEY"] + "x" * item["n"] + item.get("end", ""))
+            sys.stdout.flush()
         elif name == "half-a-line":
             sys.stdout.write('{"jsonrpc": "2.0", "meth')
             sys.stdout.flush()

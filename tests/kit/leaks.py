@@ -1,6 +1,7 @@
 """Where a secret turned up: in files, in what processes were started with, in rows."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -9,14 +10,21 @@ def in_files(secrets: Mapping[str, str], folders: Iterable[Path], *, except_for:
     """`name: place` for every file below that holds a secret; whole files, whatever their kind."""
     found: list[str] = []
     passed = set(except_for)
-    for folder in folders:
-        for at, _, names in os.walk(folder):
-            for path in (Path(at) / name for name in names):
-                if path in passed or not path.is_file():
-                    continue
-                content = path.read_bytes()
-                found += [f"{name}: {path}" for name, secret in secrets.items() if secret.encode() in content]
+    for path in _files(folders):
+        if path not in passed:
+            content = path.read_bytes()
+            found += [f"{name}: {path}" for name, secret in secrets.items() if secret.encode() in content]
     return found
+
+
+def of_the_form(form: re.Pattern[bytes], folders: Iterable[Path]) -> list[str]:
+    """Every file below in which anything has this form."""
+    return [str(path) for path in _files(folders) if form.search(path.read_bytes())]
+
+
+def _files(folders: Iterable[Path]) -> list[Path]:
+    found = (Path(at) / name for folder in folders for at, _, names in os.walk(folder) for name in names)
+    return [path for path in found if path.is_file()]
 
 
 def in_processes(secrets: Mapping[str, str], what: str) -> list[str]:

@@ -465,6 +465,9 @@ class McpServer:
             await asyncio.wait({self._reading}, timeout=MCP_STOP_S)
 
 
+KEY = re.compile(rb"oub_[0-9a-f]{64}")
+
+
 class Toolbox:
     """All tools of all MCP servers of a session, under the names that the droid uses for them."""
 
@@ -486,10 +489,10 @@ class Toolbox:
         await asyncio.gather(*(server.close() for server in self.servers))
 
     def redacted(self, text: bytes) -> bytes:
-        """Without the keys that the servers were given, wherever a command may have found and printed them."""
+        """Without the keys that the servers were given or made, wherever a command may have found and printed them."""
         for secret in self._secrets:
             text = text.replace(secret, b"[redacted]")
-        return text
+        return KEY.sub(b"[redacted]", text)
 
     def check(self) -> None:
         """Raises `RpcError` when a server has died or no longer lists."""

@@ -18,7 +18,7 @@ from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile
 from oubliette.server.errors import DroidFailed
 from oubliette.server.storage.sqlite import SqliteDatabase
-from tests.kit import acp_agent
+from tests.kit import acp_agent, leaks
 from tests.kit.droid_world import BOX, Server, World, serving, world
 from tests.kit.mortal_database import MortalDatabase
 
@@ -173,6 +173,21 @@ async def test_a_key_that_was_not_delivered_is_asked_for_again_and_never_guessed
             assert await server.resume() is None
             assert made.keeper.running == [] or await gone(made)
             assert (await server.turn(await server.start(key), PLAN)).stop_reason == "end_turn"
+
+
+async def test_a_key_of_before_a_restart_is_not_logged_after_it(tmp_path: Path) -> None:
+    key = "oub_" + "34" * 32
+    tell = '<<plan [{"tool": "ant_environment"}, {"say": "$last"}]>>'
+    async with asyncio.timeout(30), world(tmp_path) as made:
+        async with serving(made, epoch=1) as server:
+            await server.turn(await server.start(key), PLAN)
+        async with serving(made, epoch=2) as server:
+            droid = await server.resume()
+            assert droid is not None
+            outcome = await server.turn(droid, tell, 2)
+            assert json.loads(outcome.text)["OUBLIETTE_API_KEY"] == "[redacted]"
+            assert leaks.in_files({"key": key}, [tmp_path]) == []
+        assert leaks.in_files({"key": key}, [tmp_path]) == []
 
 
 async def test_a_cancelled_turn_is_still_cancelled_by_the_next_server(tmp_path: Path) -> None:

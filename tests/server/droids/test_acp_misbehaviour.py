@@ -14,7 +14,7 @@ from oubliette.server.droids.acp import AcpDroid
 from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile, Outcome
 from oubliette.server.errors import BoxFailed, DroidFailed
-from tests.kit import acp_agent
+from tests.kit import acp_agent, leaks
 from tests.kit.droid_world import Server, World, serving, world
 
 QUICK = Patience(opening_s=0.5, cancel_s=0.3, silence_s=0.5, stop_s=0.3, kill_s=5)
@@ -89,6 +89,22 @@ async def test_a_key_does_not_leak_through_what_a_dying_agent_prints(tmp_path: P
             await server.start(api_key=key)
     assert key not in str(failure.value)
     assert "[redacted]" in str(failure.value)
+
+
+async def test_a_key_is_in_no_file_while_its_line_is_put_together(tmp_path: Path) -> None:
+    key = "oub_" + "cd" * 32
+    telling = agent(KEY=key)
+    async with asyncio.timeout(20), world(tmp_path, telling, Patience(silence_s=20)) as made, serving(made) as server:
+        droid = await server.start()
+        await server.begin(1, "")
+        await droid.prompt(1, json.dumps([{"act": "long-key", "n": 300_000}]))
+        while sum(len(data) for (data,) in await made.rows("SELECT data FROM process_pieces")) < 350_000:
+            await asyncio.sleep(0.01)
+        (mask,) = await made.rows(
+            "SELECT count(*) FROM process_pieces WHERE instr(data, CAST('[redacted]' AS BLOB)) > 0"
+        )
+        assert mask == (1,)
+        assert leaks.in_files({"key": key}, [tmp_path]) == []
 
 
 async def test_noise_is_shown_and_hurts_nothing(tmp_path: Path) -> None:
@@ -279,6 +295,8 @@ async def test_words_outside_a_turn_are_not_lost(tmp_path: Path) -> None:
     async with started(tmp_path) as (made, server, droid):
         late = {"act": "say", "text": "one more thing"}
         await turn(server, droid, {"act": "say", "text": "x"}, DONE, late)
+        while not any(event.get("text") == late["text"] for event in await made.log()):
+            await asyncio.sleep(0.01)
         await turn(server, droid, {"act": "say", "text": "y"}, DONE, number=2)
         said = [(event["text"], event.get("turn")) for event in await made.log() if event["type"] == "message"]
         assert said == [("x", 1), ("one more thing", None), ("y", 2)]

@@ -44,6 +44,20 @@ def test_a_new_message_id_begins_a_new_message() -> None:
     assert one.text == "one more\n\ntwo"
 
 
+def test_a_key_that_comes_chunk_by_chunk_is_in_no_event_and_no_piece() -> None:
+    key = "oub_" + "ab" * 32
+    one = Speech()
+    pieces = Pieces()
+    events: list[Event] = []
+    for part in ("the key is o", "ub_ab", key[6:40], key[40:], "!"):
+        events += one.hear(Chunk(role="assistant", text=part), 1, pieces)
+        events += one.flush(1, pieces)
+    events += one.finish_message(1, pieces)
+    assert "".join(text for _, text in texts(events, Delta)) == "the key is o[redacted…]!"
+    assert one.text == "the key is o[redacted…]!"
+    assert "ab" not in str(pieces.added)
+
+
 def test_a_very_long_turn_is_cut_in_its_text_and_whole_in_the_log() -> None:
     one = Speech()
     pieces = Pieces()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oubliette.server.droids.redaction import cut_key
 from oubliette.wire.relay import FRAME_BYTES_MAX
 
 LINE_BYTES_MAX = FRAME_BYTES_MAX
@@ -61,10 +62,13 @@ class Assembly:
         return found
 
     def piece(self) -> bytes | None:
-        """The beginning of a line that grows too long to wait for its end; to be asked after `lines` found none."""
+        """The beginning of a line that grows too long to wait for its end; to be asked after `lines` found none.
+
+        It ends before what may be a key that is cut: only a whole one is known for one.
+        """
         if len(self._bytes) < PIECE_BYTES or self._tail != self.start or self._scanned != self.end:
             return None
-        return bytes(self._bytes)
+        return bytes(self._bytes[: len(self._bytes) - cut_key(self._bytes)])
 
     @property
     def overflows(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from oubliette.server.droids import peer, permissions, translation
+from oubliette.server.droids import peer, permissions, redaction, translation
 from oubliette.server.droids.assembly import Line
 from oubliette.server.droids.conversation import Conversation, Waiting
 from oubliette.server.droids.driver import LaunchProfile, Outcome, Session
@@ -22,7 +22,6 @@ from oubliette.wire import jsonrpc
 from oubliette.wire.events import Event, PermissionDecided, Usage, Warn
 
 ACP_VERSION = 1
-REDACTED = b"[redacted]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +136,8 @@ class Dialogue:
             self.failure = (kind, message)
 
     def redacted(self, data: bytes) -> bytes:
-        """What an agent says without the key that it was given, if it says that."""
-        return data.replace(self._secret, REDACTED) if self._secret is not None else data
+        """What an agent says without the keys in it."""
+        return redaction.redacted(data, self._secret)
 
     # -- what the session wants ---------------------------------------------------------------------------------
 

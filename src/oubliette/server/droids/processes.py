@@ -3,7 +3,8 @@
 Input is a row before it is sent and until the keeper took it. Output arrives in numbered frames and is cut into
 lines; what a line means and how far the output is stored are one transaction, and only then is it acknowledged. So
 after any accident the keeper sends again what was not stored, frames that overlap are cut by their offset, and no
-line counts twice. The keeper holds 1 MiB: the beginning of a longer line is stored in pieces until its end comes.
+line counts twice. The keeper holds 1 MiB: the beginning of a longer line is stored in pieces until its end comes,
+without the keys in it.
 
 Input that carries a secret has no row. If the server stops before the keeper took it, the process is given up: what
 is missing cannot be guessed.
@@ -22,6 +23,7 @@ import msgspec
 from oubliette.server.clock import Clock
 from oubliette.server.droids.assembly import Assembly
 from oubliette.server.droids.driver import KeeperLink
+from oubliette.server.droids.redaction import masked
 from oubliette.server.errors import BoxFailed, OublietteError
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.relay import KEEPER_HELD_BYTES_MAX, Accepted, Exited, ProcessState, Stdout
@@ -328,6 +330,7 @@ class Process:
         piece = self.output.piece()
         if piece is None:
             return False
+        piece = masked(piece)
         before, upto = self.output.start, self.output.start + len(piece)
         skipped = self.output.overflows
 

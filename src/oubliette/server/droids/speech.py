@@ -1,11 +1,12 @@
 """The words of an open turn: chunks gathered into deltas, deltas joined into messages, messages into the turn's text.
 
 What is gathered and not yet a delta is not acknowledged either. What is a delta is stored as a piece beside the
-process, so that a server which starts in mid-sentence knows how it began.
+process, so that a server which starts in mid-sentence knows how it began. A key that was said in parts ends here.
 """
 
 from dataclasses import dataclass, field
 
+from oubliette.server.droids import redaction
 from oubliette.server.droids.translation import Chunk
 from oubliette.server.storage.database import Tx
 from oubliette.wire.events import Delta, Event, Message
@@ -98,7 +99,9 @@ class Speech:
 
     def flush(self, turn: int | None, pieces: Pieces) -> list[Event]:
         """What was gathered becomes a delta."""
-        text = "".join(self._gathered)
+        seen = redaction.SEEN_CHARS
+        before = "".join(piece[-seen:] for piece in self._open[-seen:])
+        text = redaction.spoken(before, "".join(self._gathered))
         self._gathered, self._gathered_chars = [], 0
         if not text or self._role is None:
             return []
