@@ -188,6 +188,45 @@ async def test_cancelling_a_turn_tells_the_mcp_server_and_leaves_the_session_usa
     assert call["params"]["_meta"]["progressToken"]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+async def test_a_cancel_that_comes_at_any_moment_of_a_busy_plan_ends_it(tmp_path: Path, nested: bool) -> None:
+    """It tends to come in the tick in which a call has just been answered."""
+    busy: dict[str, Any] = {"repeat": 100_000, "step": {"tool": "ant_echo"}}
+    steps = plan({"parallel": [busy, busy]} if nested else busy)
+    async with asyncio.timeout(60), hosted(argv(), environment(tmp_path)) as agent:
+        session = await agent.open(tmp_path, (tools(),))
+        for number in range(100):
+            async with asyncio.TaskGroup() as tasks:
+                agent.host.updates.clear()
+                turn = tasks.create_task(agent.prompt(session, steps))
+                await agent.host.until(lambda _, least=3 + number % 7: len(agent.host.updates) >= least)
+                await agent.connection.cancel(session_id=session)
+                async with asyncio.timeout(5):
+                    assert await turn == "cancelled"
+
+
+async def test_a_cancel_that_comes_with_its_prompt_is_not_lost(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *argv(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(tmp_path)
+    )
+    assert process.stdin
+    assert process.stdout
+
+    def send(*frames: dict[str, Any]) -> None:
+        assert process.stdin
+        process.stdin.write(b"".join(json.dumps({"jsonrpc": "2.0", **frame}).encode() + b"\n" for frame in frames))
+
+    async with asyncio.timeout(20):
+        send({"id": 1, "method": "session/new", "params": {"cwd": str(tmp_path), "mcpServers": []}})
+        told = {"sessionId": json.loads(await process.stdout.readline())["result"]["sessionId"]}
+        prompt = {**told, "prompt": [{"type": "text", "text": plan({"sleep": 3600})}]}
+        send({"id": 2, "method": "session/prompt", "params": prompt}, {"method": "session/cancel", "params": told})
+        answer = json.loads(await process.stdout.readline())
+        assert (answer["id"], answer["result"]) == (2, {"stopReason": "cancelled"})
+        process.stdin.close()
+        await process.wait()
+
+
 async def test_progress_of_a_tool_is_passed_on_as_a_sign_of_life(tmp_path: Path) -> None:
     async with asyncio.timeout(20), hosted(argv(), environment(tmp_path)) as agent:
         assert await run(agent, tmp_path, {"tool": "ant_progresses", "expect": {"equals": "done"}}) == "end_turn"

@@ -728,8 +728,15 @@ class Turn:
         self._session = session
         self._steps = steps
         self._spoke = False  # the last update was a message chunk: the next begins a line of its own
+        self._is_cancelled = False
+        self.task = asyncio.get_running_loop().create_task(self._run_all())
 
-    async def run(self) -> None:
+    def cancel(self) -> None:
+        # Up to Python 3.11 `asyncio.wait_for` swallows a cancel that comes in the moment of its end.
+        self._is_cancelled = True
+        self.task.cancel()
+
+    async def _run_all(self) -> None:
         """Raises `PlanFailed` where the plan says so, or the world is not as it expects."""
         last = Result("", None, False)
         for index, step in enumerate(self._steps):
@@ -750,6 +757,8 @@ class Turn:
 
     async def _run(self, step: Step, last: Result, where: str) -> Result:
         """Run one step; the result that the next one sees as $last."""
+        if self._is_cancelled:
+            raise asyncio.CancelledError
         if "say" in step:
             await self._say(fill(step["say"], last, self._tools()))
         elif "tool" in step:
@@ -990,7 +999,7 @@ class Session:
         self.cwd = cwd
         self.mode = "auto"
         self.toolbox = Toolbox(mcp_servers, cwd)
-        self.turn: Optional[asyncio.Task[None]] = None
+        self.turn: Optional[Turn] = None
         self.history: List[Json] = []
         self._calls = 0
         self._always: Set[str] = set()
@@ -1063,7 +1072,7 @@ class Session:
     async def close(self) -> None:
         if self.turn is not None:
             self.turn.cancel()
-            await asyncio.wait({self.turn}, timeout=MCP_STOP_S)
+            await asyncio.wait({self.turn.task}, timeout=MCP_STOP_S)
         await self.toolbox.close()
 
 
@@ -1100,9 +1109,13 @@ class Agent:
 
     def _hear(self, method: str, params: Json) -> None:
         if method == "session/cancel":
-            session = self.sessions.get(str(params.get("sessionId")))
-            if session is not None and session.turn is not None:
-                session.turn.cancel()
+            # After what came before it: the prompt that it means may not have begun its turn yet.
+            asyncio.get_running_loop().call_soon(self._cancel, str(params.get("sessionId")))
+
+    def _cancel(self, session_id: str) -> None:
+        session = self.sessions.get(session_id)
+        if session is not None and session.turn is not None:
+            session.turn.cancel()
 
     async def _initialize(self, params: Json) -> Json:
         return {
@@ -1187,20 +1200,19 @@ class Agent:
         steps = find_plan(prompt)
         session.remember({"sessionUpdate": "user_message_chunk", "content": {"type": "text", "text": prompt}})
         session.toolbox.check()
-        turn = Turn(session, [{"say": SYNTAX}] if steps is None else steps)
-        session.turn = asyncio.get_running_loop().create_task(turn.run())
+        turn = session.turn = Turn(session, [{"say": SYNTAX}] if steps is None else steps)
         try:
-            await asyncio.wait({session.turn})
-            if session.turn.cancelled():
+            await asyncio.wait({turn.task})
+            if turn.task.cancelled():
                 return {"stopReason": "cancelled"}
-            error = session.turn.exception()
+            error = turn.task.exception()
             if isinstance(error, PlanFailed):
                 raise RpcError(PLAN_FAILED, str(error), {"kind": "plan_failed"})
             if error is not None:
                 raise error
             return {"stopReason": "end_turn"}
         finally:
-            session.turn.cancel()
+            turn.cancel()
             session.turn = None
             session.save()
 
