@@ -232,6 +232,7 @@ async def test_the_time_is_60_seconds_unless_told_otherwise(here: Scene) -> None
             attached = (await box.attach())["result"]
             assert (attached["call_timeout_s"], attached["call_timeout_max_s"]) == (60, 600)
             assert attached["margin_s"] > 0, "the client waits longer than the server"
+            assert attached["wait_max_s"] == 3600, "and as long as it is told that it may"
             await box.request("caller_tool", tool="any", arguments={})
             request = await caller.request()
             assert request["deadline_at"] - request["at"] == pytest.approx(60)

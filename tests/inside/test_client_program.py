@@ -336,6 +336,19 @@ def test_a_shorter_patience_holds_for_calls_that_wait_already() -> None:
     assert talk.last()["result"]["_meta"]["dev.oubliette/error"]["kind"] == "timeout"
 
 
+def test_the_longest_wait_that_is_offered_is_waited_for() -> None:
+    talk = Conversation(api_key="oub_x")
+    talk.begin(call_timeout_max_s=600.0, margin_s=15.0, wait_max_s=3600.0)
+    talk.server_says(jsonrpc.result(2, {"tools": [{"name": "session_watch", "inputSchema": {"type": "object"}}]}))
+    talk.agent_says(1, "tools/call", {"name": "oubliette_session_watch", "arguments": {"wait_seconds": 3600}})
+    talk.agent_says(2, "tools/call", {"name": "ant_echo"})
+    talk.at(3614)
+    assert [told["id"] for told in talk.told if "id" in told] == [2], "a caller's tool has its own, shorter time"
+    assert "615 s" in talk.last()["result"]["content"][0]["text"]
+    talk.server_says(jsonrpc.result(3, {"content": [], "isError": False}))
+    assert (talk.last()["id"], talk.last()["result"]["isError"]) == (1, False)
+
+
 def test_a_question_that_was_lost_with_its_link_is_asked_again() -> None:
     talk = Conversation(api_key="oub_x")
     talk.begin()

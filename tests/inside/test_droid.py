@@ -11,6 +11,9 @@ from acp import RequestError
 from acp.schema import EnvVariable, McpServerStdio
 
 from oubliette.inside import droid
+from oubliette.server import limits
+from oubliette.server.config import Settings
+from oubliette.wire.relay import MARGIN_S
 from tests.kit import tools_server
 from tests.kit.acp_host import HostedAgent, hosted
 
@@ -225,6 +228,22 @@ async def test_a_cancel_that_comes_with_its_prompt_is_not_lost(tmp_path: Path) -
         assert (answer["id"], answer["result"]) == (2, {"stopReason": "cancelled"})
         process.stdin.close()
         await process.wait()
+
+
+async def test_progress_of_a_tool_extends_its_time(tmp_path: Path) -> None:
+    async with asyncio.timeout(20), hosted(argv(), environment(tmp_path)) as agent:
+        slow = {"tool": "ant_progresses", "args": {"n": 6, "every_s": 0.3}, "s": 1.2}
+        assert await run(agent, tmp_path, {**slow, "expect": {"equals": "done"}}) == "end_turn"
+
+
+def test_the_droid_is_more_patient_than_what_its_tools_offer() -> None:
+    assert max(limits.WATCH_S_MAX, Settings(home=Path()).caller_tool_timeout_max_s) + MARGIN_S < droid.TOOL_CALL_S
+
+
+async def test_a_tool_without_progress_is_given_up(tmp_path: Path) -> None:
+    async with asyncio.timeout(20), hosted(argv(), environment(tmp_path)) as agent:
+        given_up = {"is_error": True, "contains": "no answer and no progress within 0.2 s"}
+        assert await run(agent, tmp_path, {"tool": "ant_never", "s": 0.2, "expect": given_up}) == "end_turn"
 
 
 async def test_progress_of_a_tool_is_passed_on_as_a_sign_of_life(tmp_path: Path) -> None:

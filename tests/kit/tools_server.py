@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from typing import Any
 
 ECHO = {"name": "ant_echo", "description": "Says it back.", "inputSchema": {"type": "object"}}
@@ -79,7 +80,8 @@ class ToolsServer:
             sys.exit(4)
         if name == "ant_progresses":
             token = arguments["_meta"]["progressToken"]
-            for number in range(3):
+            for number in range(arguments.get("n", 3)):
+                time.sleep(arguments.get("every_s", 0))
                 self.send({"method": "notifications/progress", "params": {"progressToken": token, "progress": number}})
             self.send({"method": "notifications/progress", "params": {"progressToken": "of nobody", "progress": 1}})
             self.text(request_id, "done")

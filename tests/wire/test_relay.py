@@ -28,7 +28,7 @@ GOLDEN: list[tuple[msgspec.Struct, str]] = [
             session_id="s", depth=0, protocol=1, limits=relay.Limits(), call_timeout_s=60.0, call_timeout_max_s=600.0
         ),
         '{"session_id":"s","depth":0,"protocol":1,"limits":{},"call_timeout_s":60.0,"call_timeout_max_s":600.0,'
-        '"margin_s":15.0,"caller_tools":false,"tools_search":false,"abandoned_after_s":900.0,"acks":{}}',
+        '"margin_s":15.0,"wait_max_s":0.0,"caller_tools":false,"tools_search":false,"abandoned_after_s":900.0,"acks":{}}',
     ),
     (
         relay.CallerToolsConfig(caller_id="ant", tools=[relay.ConfigTool(name="a.b", box_name="ant_a_b")]),

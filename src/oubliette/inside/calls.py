@@ -11,7 +11,7 @@ import os
 
 from oubliette.inside.link import FIRST_ID, FRAME_BYTES_MAX, INVALID_PARAMS, encode
 from oubliette.inside.results import failure
-from oubliette.inside.toolbox import OWN
+from oubliette.inside.toolbox import OWN, RELAYED
 
 TYPE_CHECKING = False  # see link.py
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Calls:
 
     def __init__(self, to_server: Callable[[bytes], None], agent: Mcp) -> None:
         self.patience_s = PATIENCE_S
+        self.wait_patience_s = PATIENCE_S  # with what may be asked to wait: the platform's tools, not a caller's
         self.frame_bytes_max = FRAME_BYTES_MAX
         self.wake_at: Optional[float] = None
         self.is_linked = False
@@ -104,7 +105,8 @@ class Calls:
         self._open[number] = (request.id, name, frame, key, now, token, request.modern, route.kind)
         self._by_id[request.id] = number
         self._held_bytes += size
-        due = now + (self.patience_s if token is None else min(self.patience_s, PROGRESS_EVERY_S))
+        patience_s = self._patience(route.kind)
+        due = now + (patience_s if token is None else min(patience_s, PROGRESS_EVERY_S))
         if self.wake_at is None or due < self.wake_at:
             self.wake_at = due
         if self.is_linked:
@@ -113,9 +115,9 @@ class Calls:
             self._unsent.add(number)
         return None
 
-    def be_patient(self, seconds: float) -> None:
+    def be_patient(self, seconds: float, wait_seconds: float) -> None:
         """Wait this long for the server from now on, also for what is open already."""
-        self.patience_s = seconds
+        self.patience_s, self.wait_patience_s = seconds, wait_seconds
         self.wake_at = 0.0 if self._open else None
 
     def end(self, number: int) -> Optional[Call]:
@@ -192,10 +194,10 @@ class Calls:
             return
         wake_at: Optional[float] = None
         for number, call in list(self._open.items()):
-            if now >= call[4] + self.patience_s:
+            due = call[4] + self._patience(call[7])
+            if now >= due:
                 self._expire(number, call)
                 continue
-            due = call[4] + self.patience_s
             if call[5] is not None:
                 beat_at = self._beaten.get(number, call[4]) + PROGRESS_EVERY_S
                 if now >= beat_at:
@@ -205,6 +207,9 @@ class Calls:
                 due = min(due, beat_at)
             wake_at = due if wake_at is None else min(wake_at, due)
         self.wake_at = wake_at
+
+    def _patience(self, kind: int) -> float:
+        return self.patience_s if kind == RELAYED else self.wait_patience_s
 
     def _number_of(self, key: object) -> Optional[int]:
         return next((number for number, call in self._open.items() if call[3] == key), None)
@@ -221,7 +226,7 @@ class Calls:
         self._agent.notify("notifications/progress", encode(parameters))
 
     def _expire(self, number: int, call: Call) -> None:
-        waited = "%s: no answer within %g s" % (call[1], self.patience_s)
+        waited = "%s: no answer within %g s" % (call[1], self._patience(call[7]))
         if number in self._unsent:
             reason = error("unavailable", waited + ": the server could not be reached; nothing was done", True)
             self.fail(number, reason)

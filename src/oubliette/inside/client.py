@@ -233,8 +233,9 @@ class Client:
     def _take_limits(self, answer: Json) -> None:
         longest: Any = answer.get("call_timeout_max_s")
         margin: Any = answer.get("margin_s")
-        if type(longest) in (int, float) and type(margin) in (int, float):
-            self.calls.be_patient(longest + margin)
+        wait: Any = answer.get("wait_max_s", 0)
+        if type(longest) in (int, float) and type(margin) in (int, float) and type(wait) in (int, float):
+            self.calls.be_patient(longest + margin, max(longest, wait) + margin)
         limits: Any = answer.get("limits")
         bound = limits.get("frame_bytes") if is_object(limits) else None
         if type(bound) is int and bound > 0:

@@ -3,7 +3,7 @@
 It thinks nothing: the prompt carries the plan, `<<plan [step, …]>>`, and every step is one JSON object:
 
     {"say": "text"}                          a message; $last and $tools are filled in, $last.a.b digs in JSON
-    {"tool": "name", "args": {…}}            call an MCP tool by its name or the end of it; "s": time limit in seconds
+    {"tool": "name", "args": {…}}            call an MCP tool by its name or its end; "s": seconds without progress
     {"parallel": [step, …]}                  really at once
     {"sh": "command"}                        run a command; output and time ("s") are bounded
     {"sleep": 1.5}                           wait
@@ -53,7 +53,7 @@ RAW_OUTPUT_BYTES_MAX = 7 * 1024 * 1024
 PREVIEW_CHARS = 16 * 1024
 MCP_START_S = 10.0
 MCP_STOP_S = 2.0
-TOOL_CALL_S = 600.0
+TOOL_CALL_S = 7200.0  # the server ends every call and every wait before
 SIGN_OF_LIFE_S = 5.0
 COMMAND_S = 60.0
 COMMAND_OUTPUT_BYTES = 256 * 1024
@@ -432,22 +432,40 @@ class McpServer:
             self._on_change()
 
     async def call(self, tool: str, arguments: Json, limit_s: float, on_progress: Callable[[], None]) -> Any:
-        """The raw result of a tool call; whoever stops waiting tells the server so. Raises `RpcError` or `Gone`."""
+        """The raw result of a tool call, which may take `limit_s` from its last progress on.
+
+        Whoever stops waiting tells the server so. Raises `RpcError`, `Gone` or `TimeoutError`.
+        """
         assert self._connection
         connection = self._connection
         self._progress_token += 1
         token = self._progress_token
-        self._hearing[token] = on_progress
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+
+        def heard() -> None:
+            nonlocal heard_at
+            heard_at = loop.time()
+            on_progress()
+
+        self._hearing[token] = heard
         ids: List[int] = []
         params = {"name": tool, "arguments": arguments, "_meta": {"progressToken": token}}
+        asking = loop.create_task(connection.request("tools/call", params, ids.append))
         try:
-            return await asyncio.wait_for(connection.request("tools/call", params, ids.append), limit_s)
+            while not asking.done():
+                left_s = heard_at + limit_s - loop.time()
+                if left_s <= 0:
+                    raise asyncio.TimeoutError
+                await asyncio.wait({asking}, timeout=left_s)
+            return asking.result()
         except (asyncio.TimeoutError, asyncio.CancelledError) as stopped:
             reason = "time limit" if isinstance(stopped, asyncio.TimeoutError) else "the turn was cancelled"
             for request_id in ids:
                 connection.notify("notifications/cancelled", {"requestId": request_id, "reason": reason})
             raise
         finally:
+            asking.cancel()
             del self._hearing[token]
 
     async def close(self) -> None:
@@ -832,7 +850,7 @@ class Turn:
             except Gone:
                 return Result("the MCP server {} ended".format(server.name), None, True), None
             except asyncio.TimeoutError:
-                return Result("no answer within {:g} s".format(limit_s), None, True), None
+                return Result("no answer and no progress within {:g} s".format(limit_s), None, True), None
             return tool_result(raw), raw
 
         return await self._watched(name, "other", arguments, call)

@@ -83,6 +83,7 @@ class Attached(_Params, frozen=True, omit_defaults=False):
     call_timeout_s: float
     call_timeout_max_s: float
     margin_s: float = MARGIN_S
+    wait_max_s: float = 0.0  # the longest wait that a tool of the platform offers
     caller_tools: bool = False  # whether any are declared: without, the first tools/list does not wait
     tools_search: bool = False  # the agent never refreshes its list: offer tools_search and tools_call
     abandoned_after_s: float = 900.0  # a keeper without a server ends its box after this

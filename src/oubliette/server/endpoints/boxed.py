@@ -17,7 +17,7 @@ from oubliette.server.caller_tools.exchange import REFUSALS, Exchange
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.endpoints import failures
 from oubliette.server.errors import Forbidden, OublietteError, Unauthenticated, UnknownTool
-from oubliette.server.limits import PENDING_CALLS_PER_SESSION
+from oubliette.server.limits import PENDING_CALLS_PER_SESSION, WATCH_S_MAX
 from oubliette.server.operations.gate import Gate
 from oubliette.server.operations.once import KeepOutcome, Once
 from oubliette.server.operations.operation import Asked, Operation, Rooms
@@ -86,6 +86,7 @@ class Boxed:
             limits=relay.Limits(pending_calls=PENDING_CALLS_PER_SESSION),
             call_timeout_s=self.times.timeout_s,
             call_timeout_max_s=self.times.timeout_max_s,
+            wait_max_s=WATCH_S_MAX,
             caller_tools=declaration is not None and bool(declaration.tools),
             tools_search=self.never_refreshes(),
             abandoned_after_s=self.times.abandoned_after_s,
