@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from oubliette.server.droids.processes import Processes
-from oubliette.server.errors import BoxFailed
+from oubliette.server.errors import BoxFailed, OublietteError
 from oubliette.wire.relay import KEEPER_HELD_BYTES_MAX, Accepted, ProcessState
 
 
@@ -86,6 +86,7 @@ class FakeKeeper:
         self.chunk = 48 * 1024  # bytes per frame
         self.overlap = 0  # how many bytes of each frame come a second time with the next
         self.takes_input = True
+        self.refusals: list[OublietteError] = []  # how the next input is refused
         self.takes_at_most: int | None = None  # how many more times it takes input
         self._tasks = tasks
         self._link: Link | None = None
@@ -168,6 +169,8 @@ class FakeKeeper:
     async def _stdin(self, kept: Kept, params: dict[str, Any]) -> Accepted:
         if params["offset"] > kept.taken:
             raise BoxFailed("the keeper refused: input has a gap")
+        if self.refusals:
+            raise self.refusals.pop(0)
         while not self.takes_input:
             await asyncio.sleep(0.01)
         if self.takes_at_most is not None:

@@ -244,9 +244,18 @@ class Kept:
 
 def spawn(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, int, int, int]:
     """Start a program as the leader of a session of its own: pid, stdin, stdout, stderr. Raises `Refused`."""
-    pipes = [os.pipe() for _ in range(4)]
+    pipes: List[Tuple[int, int]] = []
+    try:
+        for _ in range(4):
+            pipes.append(os.pipe())  # noqa: PERF401 - what was made before one fails has to be known
+        pid = os.fork()
+    except OSError as problem:
+        for pair in pipes:
+            for fd in pair:
+                os.close(fd)
+        message = f"no process can be started now: {problem.strerror}"
+        raise Refused(SERVER_ERROR, "unavailable", message, retryable=True) from None
     (in_read, in_write), (out_read, out_write), (err_read, err_write), (report_read, report_write) = pipes
-    pid = os.fork()
     if pid == 0:
         become(argv, env, cwd, (in_read, out_write, err_write), report_write)
     for fd in (in_read, out_write, err_write, report_write):

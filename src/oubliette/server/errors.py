@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 class OublietteError(Exception):
     kind: ClassVar[str] = "internal"
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -132,7 +132,13 @@ class BoxFailed(OublietteError):
 
 
 class DroidFailed(OublietteError):
+    """Or its keeper refused something; what exactly is the detail `reason`, and it may be worth another try."""
+
     kind = "droid_failed"
+
+    def __init__(self, message: str, *, retryable: bool = False, **details: Any) -> None:
+        super().__init__(message, **details)
+        self.retryable = retryable
 
 
 class StorageFailed(OublietteError):

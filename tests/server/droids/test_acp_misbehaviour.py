@@ -313,6 +313,18 @@ async def test_the_keeper_of_another_box_cannot_speak_for_this_one(tmp_path: Pat
         assert server.session.losses == []
 
 
+async def test_input_that_a_keeper_cannot_take_now_is_offered_again(tmp_path: Path) -> None:
+    async with started(tmp_path, patience=Patience(silence_s=20)) as (made, server, droid):
+        busy = DroidFailed("the keeper refused: the process does not read its input", retryable=True)
+        made.keeper.refusals = [busy, busy]
+        patient = {"act": "say", "text": "at last"}
+        assert (await turn(server, droid, patient, DONE)).text == "at last"
+        assert made.keeper.refusals == []
+        made.keeper.refusals = [DroidFailed("the keeper refused: the process takes no more input")]
+        outcome = await turn(server, droid, patient, DONE, number=2)
+        assert outcome.error == "its input was refused: the keeper refused: the process takes no more input"
+
+
 async def test_a_lying_keeper_costs_the_droid_and_nothing_else(tmp_path: Path) -> None:
     async with started(tmp_path) as (made, server, droid):
         (kept,) = made.keeper.running

@@ -250,10 +250,24 @@ class Connection(asyncio.Protocol):
         if future is None or future.done():
             return
         if isinstance(frame.error, msgspec.Raw):
-            said = msgspec.json.decode(frame.error, type=dict[str, Any])
-            future.set_exception(DroidFailed(f"the keeper refused: {said.get('message', 'no reason given')}"))
+            future.set_exception(_refusal(frame.error))
         else:
             future.set_result(bytes(frame.result) if isinstance(frame.result, msgspec.Raw) else b"null")
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    """A keeper's error: it says whether the same may be asked again."""
+
+    message: str
+    data: relay.ErrorData
+
+
+def _refusal(error: msgspec.Raw) -> DroidFailed:
+    try:
+        said = msgspec.json.decode(error, type=_Refused)
+    except jsonrpc.UNREADABLE:
+        return DroidFailed("the keeper refused, and its reason was not understood")
+    return DroidFailed(f"the keeper refused: {said.message}", reason=said.data.kind, retryable=said.data.retryable)
 
 
 def is_json(line: bytes) -> bool:
