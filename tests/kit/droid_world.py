@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from oubliette.inside import droid
-from oubliette.server.clock import SystemClock
 from oubliette.server.droids.acp import AcpDroid, AcpDroids
 from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile, Outcome
@@ -25,6 +24,7 @@ from oubliette.server.storage.database import Database, Tx
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.wire.events import Completion, Error, Event
 from tests.kit import tools_server
+from tests.kit.clock import MovableClock
 from tests.kit.keeper_link import FakeKeeper, keeping
 
 SESSION = "gogol_20261118_000000_00000001"
@@ -111,6 +111,7 @@ class World:
     box: Box
     profile: LaunchProfile
     patience: Patience = field(default_factory=Patience)
+    clock: MovableClock = field(default_factory=MovableClock)
 
     @property
     def file(self) -> Path:
@@ -139,7 +140,7 @@ class Server:
     def __init__(self, world: World, database: Database, tasks: asyncio.TaskGroup, epoch: int) -> None:
         self.world = world
         self.database = database
-        self.processes = Processes(database, SystemClock(), tasks)
+        self.processes = Processes(database, world.clock, tasks)
         self.session = RecordingSession()
         self.woken: list[int] = []
         self.droids = AcpDroids(

@@ -244,7 +244,7 @@ class App:
                 after=following.wake,
                 epoch=identity.epoch,
                 profile=self._profile,
-                patience=Patience(silence_s=settings.turn_silence_s),
+                patience=Patience(silence_s=settings.turn_silence_s, turn_max_s=settings.turn_max_s),
             ),
             keys=SessionKeys(database, clock, brought),
             idle_after_s=settings.idle_after_s,

@@ -89,6 +89,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     turn_silence_s: Annotated[Positive, Meta(description="A turn whose droid says nothing for so long has failed.")] = (
         300.0
     )
+    turn_max_s: Annotated[
+        Positive, Meta(description="A turn that takes so long in all has failed, however busy its droid is.")
+    ] = 14_400.0
     box_abandoned_after_s: Annotated[
         Positive, Meta(description="A box that no server has come back to for so long ends itself.")
     ] = 900.0

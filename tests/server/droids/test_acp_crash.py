@@ -216,6 +216,19 @@ async def test_a_turn_that_was_silent_before_a_restart_is_watched_after_it(tmp_p
             assert (await server.session.over()).error_kind == "turn_silent"
 
 
+async def test_the_time_of_a_turn_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
+    library = LaunchProfile(name="bad", argv=(sys.executable, "-I", "-S", acp_agent.__file__, ""))
+    async with asyncio.timeout(30), world(tmp_path, library) as made:
+        async with serving(made, epoch=1) as server:
+            droid = await server.start()
+            await server.begin(1, "")
+            await droid.prompt(1, "[]")
+        made.clock.jump(14_400)
+        async with serving(made, epoch=2) as server:
+            assert await server.resume() is not None
+            assert (await server.session.over()).error_kind == "turn_too_long"
+
+
 async def test_a_keeper_that_is_away_for_a_while_costs_nothing(tmp_path: Path) -> None:
     async with asyncio.timeout(30):
         wanted = await baseline(tmp_path / "baseline")

@@ -231,8 +231,19 @@ async def test_a_silent_turn_is_cancelled_and_says_why(tmp_path: Path) -> None:
     async with started(tmp_path) as (_, server, droid):
         outcome = await turn(server, droid, {"act": "say", "text": "hm"})
         assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_silent")
-        assert outcome.error == "the droid gave no sign of life for 0.5 s: its turn was cancelled"
+        assert outcome.error == "the droid gave no sign of life for 0.5 s of its turn: it was cancelled"
         assert server.session.losses == []
+        assert (await turn(server, droid, {"act": "say", "text": "x"}, DONE, number=2)).stop_reason == "end_turn"
+
+
+async def test_a_busy_turn_has_an_end_and_says_why(tmp_path: Path) -> None:
+    async with started(tmp_path, patience=Patience(turn_max_s=0.6)) as (made, server, droid):
+        busy = {"act": "trickle", "n": 1000, "s": 0.002}
+        outcome = await turn(server, droid, {"act": "say", "text": "hm"}, busy)
+        assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_too_long")
+        assert outcome.error == "the turn took longer than 0.6 s: it was cancelled"
+        (error,) = (event for event in await made.log() if event["type"] == "error")
+        assert (error["kind"], error["message"], error["turn"]) == ("turn_too_long", outcome.error, 1)
         assert (await turn(server, droid, {"act": "say", "text": "x"}, DONE, number=2)).stop_reason == "end_turn"
 
 
@@ -266,7 +277,7 @@ async def test_a_silent_turn_that_cannot_be_cancelled_is_killed(tmp_path: Path) 
         outcome = await turn(server, droid)
         assert (outcome.stop_reason, outcome.error_kind) == ("cancelled", "turn_stuck")
         assert outcome.error == (
-            "the droid gave no sign of life for 0.5 s, and the droid did not stop its turn within 0.3 s"
+            "the droid gave no sign of life for 0.5 s of its turn, and the droid did not stop its turn within 0.3 s"
         )
         assert made.keeper.running == []
 

@@ -5,9 +5,10 @@ means is decided in memory, collected in a `Draft`, and stored in one unit with 
 Chunks of text alone wait for 100 ms or 4 KiB; everything else is stored at once. A server that dies at any point
 leaves either both the line and its meaning, or neither.
 
-An agent that does not answer while it is being opened (30 s each for `initialize`, the session, its mode), does not
-stop when its turn is cancelled (5 s), or gives no sign of life during a turn (a setting) has its process group
-killed. `end_turn` is not taken for success, and an unknown stop reason ends the turn under that word.
+An agent that does not answer while it is being opened (30 s each for `initialize`, the session, its mode), or does not
+stop when its turn is cancelled (5 s), has its process group killed. A turn is cancelled when it gives no sign of life
+for too long, and when it takes too long in all (two settings). `end_turn` is not taken for success, and an unknown
+stop reason ends the turn under that word.
 """
 
 import asyncio
@@ -164,7 +165,8 @@ class AcpDroid:
         self._session = session
         self._stored = conversation
         self._patience = droids.patience
-        self._dialogue = Dialogue(session, profile, places, speech, droids.patience, api_key)
+        clock = droids.processes.clock
+        self._dialogue = Dialogue(session, profile, places, speech, droids.patience, clock, api_key)
         self._clocks = self._dialogue.clocks
         self._commands: deque[_Command] = deque()
         self._draft: Draft | None = None
@@ -217,10 +219,7 @@ class AcpDroid:
             self._clocks.set("opening", self._patience.opening_s)
             if self._stored.stage == "initialize" and not self._stored.requests.is_open("initialize"):
                 self._commands.append(_Command(name="open", done=asyncio.get_running_loop().create_future()))
-        if self._stored.cancelled is not None:
-            self._clocks.set("cancel", self._patience.cancel_s)
-        elif self._stored.turn is not None:
-            self._clocks.set("silence", self._patience.silence_s)
+        self._dialogue.watch(self._stored)
         self._task = self._droids.processes.spawn(self._run())
 
     async def _command(
@@ -394,6 +393,8 @@ class AcpDroid:
         match name:
             case "silence":
                 self._dialogue.cancel(draft, "silence")
+            case "turn":
+                self._dialogue.cancel(draft, "too_long")
             case "cancel":
                 self._dialogue.fail(
                     "turn_stuck", f"the droid did not stop its turn within {self._patience.cancel_s:g} s"
@@ -464,8 +465,9 @@ class AcpDroid:
         outcome = Outcome(stop_reason=stop_reason, text=self._dialogue.speech.text)
         if kind == "stopped":
             return outcome
-        if conversation.cancelled == "silence":
-            message = f"the droid gave no sign of life for {self._patience.silence_s:g} s, and {message}"
+        passed = self._dialogue.limit_passed(conversation.cancelled)
+        if passed is not None:
+            message = f"{passed[1]}, and {message}"
         return replace(outcome, error=message, error_kind=kind)
 
     def _let_go(self, message: str, kind: str = "droid_failed") -> None:

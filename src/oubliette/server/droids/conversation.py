@@ -37,7 +37,8 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: int | None = None  # the open one
     last_turn: int = 0
     waiting: Waiting | None = None
-    cancelled: str | None = None  # why the open turn was asked to stop: "asked" or "silence"
+    began_at: float | None = None  # the open turn, by the wall clock
+    cancelled: str | None = None  # why the open turn was asked to stop: "asked", "silence" or "too_long"
     worked: bool = False  # whether the open turn said or called anything
     calls: dict[str, Call] = {}
 

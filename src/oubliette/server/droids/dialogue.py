@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from oubliette.server.clock import Clock
 from oubliette.server.droids import peer, permissions, redaction, translation
 from oubliette.server.droids.assembly import Line
 from oubliette.server.droids.conversation import Conversation, Waiting
@@ -31,6 +32,7 @@ class Patience:
     opening_s: float = 30.0
     cancel_s: float = 5.0
     silence_s: float = 300.0
+    turn_max_s: float = 14_400.0
     stop_s: float = 2.0  # for each of: the end of stdin, TERM
     kill_s: float = 5.0
 
@@ -86,8 +88,9 @@ class Clocks:
     def set(self, name: str, seconds: float) -> None:
         self._due[name] = now() + seconds
 
-    def clear(self, name: str) -> None:
-        self._due.pop(name, None)
+    def clear(self, *names: str) -> None:
+        for name in names:
+            self._due.pop(name, None)
 
     def only(self, name: str, seconds: float) -> None:
         """Nothing else is waited for any more."""
@@ -118,6 +121,7 @@ class Dialogue:
         places: Places,
         speech: Speech,
         patience: Patience,
+        clock: Clock,
         api_key: str | None,
     ) -> None:
         self.speech = speech
@@ -127,6 +131,7 @@ class Dialogue:
         self._profile = profile
         self._places = places
         self._patience = patience
+        self._clock = clock
         self._api_key = api_key
         self._secret = api_key.encode() if api_key else None
 
@@ -164,10 +169,21 @@ class Dialogue:
             return
         draft.events += self.speech.finish_message(None, draft.pieces)
         self.speech.begin_turn(draft.pieces)
-        draft.put(turn=turn, last_turn=turn, waiting=None, cancelled=None, worked=False, calls={})
+        began_at = self._clock.now()
+        draft.put(turn=turn, last_turn=turn, waiting=None, began_at=began_at, cancelled=None, worked=False, calls={})
         prompt = [{"type": "text", "text": text}]
         self._ask(draft, "prompt", "session/prompt", {"sessionId": draft.conversation.agent_session, "prompt": prompt})
-        self.clocks.set("silence", self._patience.silence_s)
+        self.watch(draft.conversation)
+
+    def watch(self, conversation: Conversation) -> None:
+        """Set the clocks of the open turn, whether it begins now or began under another server."""
+        if conversation.cancelled is not None:
+            self.clocks.set("cancel", self._patience.cancel_s)
+        elif conversation.turn is not None:
+            self.clocks.set("silence", self._patience.silence_s)
+            most = self._patience.turn_max_s
+            spent = self._clock.now() - conversation.began_at if conversation.began_at is not None else 0.0
+            self.clocks.set("turn", min(max(most - spent, 0.0), most))
 
     def cancel(self, draft: Draft, why: str) -> None:
         waiting = draft.conversation.waiting
@@ -178,7 +194,7 @@ class Dialogue:
             draft.put(cancelled=why)
             told = {"sessionId": draft.conversation.agent_session}
             draft.inputs.append(Input(data=jsonrpc.notification("session/cancel", told)))
-            self.clocks.clear("silence")
+            self.clocks.clear("silence", "turn")
             self.clocks.set("cancel", self._patience.cancel_s)
 
     # -- what the agent says ------------------------------------------------------------------------------------
@@ -348,8 +364,7 @@ class Dialogue:
         conversation = draft.conversation
         turn = conversation.turn
         assert turn is not None
-        self.clocks.clear("silence")
-        self.clocks.clear("cancel")
+        self.clocks.clear("silence", "turn", "cancel")
         draft.events += self.speech.finish_message(turn, draft.pieces)
         outcome = Outcome(stop_reason="error", text=self.speech.text)
         if answer.failure is not None:
@@ -369,17 +384,28 @@ class Dialogue:
         if conversation.cancelled is not None:
             outcome = self._cancelled(conversation.cancelled, outcome)
         self.speech.begin_turn(draft.pieces)
-        draft.put(turn=None, cancelled=None, calls={})
+        draft.put(turn=None, began_at=None, cancelled=None, calls={})
         draft.ended = Ended(turn=turn, outcome=outcome)
 
     def _cancelled(self, why: str, outcome: Outcome) -> Outcome:
         """Agents word it in many ways; one that had finished when it was asked to stop has finished."""
-        if why == "silence":
-            message = f"the droid gave no sign of life for {self._patience.silence_s:g} s: its turn was cancelled"
-            return replace(outcome, stop_reason="cancelled", error=message, error_kind="turn_silent")
+        passed = self.limit_passed(why)
+        if passed is not None:
+            kind, message = passed
+            return replace(outcome, stop_reason="cancelled", error=f"{message}: it was cancelled", error_kind=kind)
         if outcome.error is not None:
             return replace(outcome, stop_reason="cancelled", error=None, error_kind=None)
         return outcome
+
+    def limit_passed(self, why: str | None) -> tuple[str, str] | None:
+        """The limit of a turn for which it was cancelled, as a kind and in words; None where it was asked for."""
+        match why:
+            case "silence":
+                return "turn_silent", f"the droid gave no sign of life for {self._patience.silence_s:g} s of its turn"
+            case "too_long":
+                return "turn_too_long", f"the turn took longer than {self._patience.turn_max_s:g} s"
+            case _:
+                return None
 
 
 def _counts(used: Usage) -> dict[str, int]:
