@@ -16,6 +16,7 @@ class Agent:
     def __init__(self, way: str) -> None:
         self.way = way
         self.prompt_id: Any = None
+        self.methods: list[str] = []
 
     def write(self, line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -43,6 +44,7 @@ class Agent:
 
     def receive(self, message: dict[str, Any]) -> None:
         method, request_id, params = message.get("method"), message.get("id"), message.get("params") or {}
+        self.methods.append(str(method).removeprefix("session/"))
         if method is None:
             self.update({"sessionUpdate": "agent_message_chunk", "content": {"type": "text", "text": told(message)}})
             self.send(id=self.prompt_id, result={"stopReason": "end_turn"})
@@ -86,6 +88,8 @@ class Agent:
     def act(self, name: str, item: dict[str, Any]) -> None:
         if name == "say":
             self.say(item["text"])
+        elif name == "say-methods":
+            self.say(" ".join(self.methods))
         elif name == "answer":
             self.send(id=self.prompt_id, result=item["result"])
         elif name == "refuse":

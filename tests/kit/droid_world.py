@@ -64,6 +64,7 @@ class RecordingSession:
     def __init__(self, autonomy: str = "high") -> None:
         self.id = SESSION
         self.autonomy = autonomy
+        self.tools = ""
         self.outcomes: list[tuple[int, Outcome]] = []
         self.losses: list[str] = []
         self.changed = asyncio.Event()

@@ -287,7 +287,7 @@ class App:
             ),
             tasks=tasks,
             mark=mark,
-            never_refreshes=lambda: self._profile("medium").list_changed == "none",
+            never_refreshes=lambda autonomy: self._profile(autonomy).list_changed == "none",
         )
         self._relay = Relay(self._boxed, tasks)
         sessions.declared = self._relay.redeclared

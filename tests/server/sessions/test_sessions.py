@@ -623,6 +623,25 @@ async def test_an_agent_that_never_refreshes_reaches_later_tools_by_search_and_c
         assert turn["text"].endswith("now")
 
 
+async def test_an_agent_that_never_refreshes_has_its_session_opened_anew_when_the_tools_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usual, argv = builtin.profile, (sys.executable, str(acp_agent.__file__), "plain")
+    told = {"argv": argv, "list_changed": "none"}
+    monkeypatch.setattr(builtin, "profile", lambda **chosen: dataclasses.replace(usual(**chosen), **told))
+    history = json.dumps([{"act": "say-methods"}, {"act": "answer", "result": {"stopReason": "end_turn"}}])
+    async with world(tmp_path / "h", runtime="process", unsafe_no_sandbox=True) as here:
+        project, ant = await here.project(), await here.caller("ant")
+        said: list[str] = []
+        later = {"context": {"caller_id": "ant", "caller_tools": [{"name": "later"}]}}
+        contexts: list[dict[str, Any]] = [{"context": TOOLS}, {}, {"context": TOOLS}, later]
+        for context in contexts:
+            asked: dict[str, Any] = {"project_id": project, "message": history, "wait_seconds": 20, **context}
+            said.append((await here.ask("session_message", actor=ant, **asked))["result"])
+        assert said[2] == "initialize new set_mode prompt prompt prompt"
+        assert said[3] == f"{said[2]} resume set_mode prompt"
+
+
 @pytest.mark.parametrize("agent", ["asks", "never asks"])
 async def test_an_agent_that_has_not_asked_for_its_tools_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from oubliette.server.droids import conversation as conversations
 from oubliette.server.droids.conversation import Conversation
-from oubliette.server.droids.dialogue import Dialogue, Draft, Ended, Patience, Places, now
+from oubliette.server.droids.dialogue import Dialogue, Draft, Ended, Patience, Places, limit_passed, now
 from oubliette.server.droids.driver import LaunchProfile, Outcome, Session
 from oubliette.server.droids.peer import OpenRequests
 from oubliette.server.droids.processes import Process, Processes, TakenOver
@@ -465,7 +465,7 @@ class AcpDroid:
         outcome = Outcome(stop_reason=stop_reason, text=self._dialogue.speech.text)
         if kind == "stopped":
             return outcome
-        passed = self._dialogue.limit_passed(conversation.cancelled)
+        passed = limit_passed(conversation.cancelled, self._patience)
         if passed is not None:
             message = f"{passed[1]}, and {message}"
         return replace(outcome, error=message, error_kind=kind)

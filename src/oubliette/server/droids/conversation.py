@@ -5,7 +5,7 @@
 | `initialize` | the answer to `initialize` | `session` |
 | `session` | the answer to `session/new`, `session/resume` or `session/load` | `mode`, or `ready` without one |
 | `mode` | the answer to `session/set_mode` | `ready` |
-| `ready` | prompts | |
+| `ready` | prompts | `session` again, before a prompt, for an agent that would not see that the tools changed |
 
 Text is not in here: it would be written anew with every chunk. It lives in pieces beside the process.
 """
@@ -33,6 +33,8 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     needs_key: bool = False  # the session's key is part of `session/new`, and only in memory
     continues: str | None = None  # the agent's own session of an earlier process in this box
     method: str = "session/new"
+    again: str | None = None  # how this agent opens a session that it had, if it can
+    tools: str | None = None  # those that were declared when its session was opened last
     agent_session: str | None = None
     turn: int | None = None  # the open one
     last_turn: int = 0

@@ -164,7 +164,7 @@ class Dialogue:
         self.clocks.set("opening", self._patience.opening_s)
 
     def begin(self, draft: Draft, turn: int, text: str) -> None:
-        if draft.conversation.stage != "ready":
+        if draft.conversation.stage != "ready" or self._opens_again(draft):
             draft.put(waiting=Waiting(turn, text), last_turn=turn)
             return
         draft.events += self.speech.finish_message(None, draft.pieces)
@@ -296,35 +296,43 @@ class Dialogue:
         if version != ACP_VERSION:
             self.fail("droid_failed", f"the agent speaks ACP {version!r}, not {ACP_VERSION}")
             return
-        method = "session/new"
-        if draft.conversation.continues is not None:
-            capabilities = peer.as_object(result.get("agentCapabilities")) or {}
-            more = peer.as_object(capabilities.get("sessionCapabilities")) or {}
-            if self._profile.resume == "resume" and more.get("resume") is not None:
-                method = "session/resume"
-            elif capabilities.get("loadSession") is True:
-                method = "session/load"
-        self._open_session(draft, method)
+        again = None
+        capabilities = peer.as_object(result.get("agentCapabilities")) or {}
+        more = peer.as_object(capabilities.get("sessionCapabilities")) or {}
+        if self._profile.resume == "resume" and more.get("resume") is not None:
+            again = "session/resume"
+        elif self._profile.resume is not None and capabilities.get("loadSession") is True:
+            again = "session/load"
+        draft.put(again=again)
+        has_had_one = draft.conversation.continues is not None
+        self._open_session(draft, again if again is not None and has_had_one else "session/new")
+
+    def _opens_again(self, draft: Draft) -> bool:
+        """Begin to open the session anew where the agent would not see that the tools changed; whether that is so."""
+        conversation = draft.conversation
+        if self._profile.list_changed != "none" or conversation.again is None:
+            return False
+        if conversation.tools == self._session.tools:
+            return False
+        if conversation.needs_key and self._api_key is None:
+            message = "the agent is not shown the tools as they are now: that takes its key, and keys are never stored"
+            draft.warn("tools_not_shown", message)
+            draft.put(tools=self._session.tools)
+            return False
+        draft.put(continues=conversation.agent_session)
+        self._open_session(draft, conversation.again)
+        return True
 
     def _open_session(self, draft: Draft, method: str) -> None:
-        places = self._places
-        env = [{"name": "OUBLIETTE_SOCKET", "value": places.socket}]
-        if draft.conversation.needs_key:
-            if self._api_key is None:
-                message = "the server stopped while the droid was starting, and keys are never stored: give it again"
-                self.fail("needs_key", message)
-                return
-            env.append({"name": "OUBLIETTE_API_KEY", "value": self._api_key})
-        server = {
-            "name": "oubliette",
-            "command": places.python,
-            "args": ["-I", "-S", places.program, "client"],
-            "env": env,
-        }
-        params: dict[str, Any] = {"cwd": places.workspace, "mcpServers": [server]}
+        if draft.conversation.needs_key and self._api_key is None:
+            message = "the server stopped while the droid was starting, and keys are never stored: give it again"
+            self.fail("needs_key", message)
+            return
+        server = _mcp_server(self._places, self._api_key)
+        params: dict[str, Any] = {"cwd": self._places.workspace, "mcpServers": [server]}
         if method != "session/new":
             params["sessionId"] = draft.conversation.continues
-        draft.put(stage="session", method=method)
+        draft.put(stage="session", method=method, tools=self._session.tools)
         self._ask(draft, "session", method, params, secret=draft.conversation.needs_key)
         self.clocks.set("opening", self._patience.opening_s)
 
@@ -389,7 +397,7 @@ class Dialogue:
 
     def _cancelled(self, why: str, outcome: Outcome) -> Outcome:
         """Agents word it in many ways; one that had finished when it was asked to stop has finished."""
-        passed = self.limit_passed(why)
+        passed = limit_passed(why, self._patience)
         if passed is not None:
             kind, message = passed
             return replace(outcome, stop_reason="cancelled", error=f"{message}: it was cancelled", error_kind=kind)
@@ -397,15 +405,25 @@ class Dialogue:
             return replace(outcome, stop_reason="cancelled", error=None, error_kind=None)
         return outcome
 
-    def limit_passed(self, why: str | None) -> tuple[str, str] | None:
-        """The limit of a turn for which it was cancelled, as a kind and in words; None where it was asked for."""
-        match why:
-            case "silence":
-                return "turn_silent", f"the droid gave no sign of life for {self._patience.silence_s:g} s of its turn"
-            case "too_long":
-                return "turn_too_long", f"the turn took longer than {self._patience.turn_max_s:g} s"
-            case _:
-                return None
+
+def limit_passed(why: str | None, patience: Patience) -> tuple[str, str] | None:
+    """The limit of a turn for which it was cancelled, as a kind and in words; None where it was asked for."""
+    match why:
+        case "silence":
+            return "turn_silent", f"the droid gave no sign of life for {patience.silence_s:g} s of its turn"
+        case "too_long":
+            return "turn_too_long", f"the turn took longer than {patience.turn_max_s:g} s"
+        case _:
+            return None
+
+
+def _mcp_server(places: Places, api_key: str | None) -> dict[str, Any]:
+    """The client in the box, as the agent is to start it."""
+    env = [{"name": "OUBLIETTE_SOCKET", "value": places.socket}]
+    if api_key is not None:
+        env.append({"name": "OUBLIETTE_API_KEY", "value": api_key})
+    args = ["-I", "-S", places.program, "client"]
+    return {"name": "oubliette", "command": places.python, "args": args, "env": env}
 
 
 def _counts(used: Usage) -> dict[str, int]:

@@ -21,8 +21,8 @@ class LaunchProfile:
     argv: tuple[str, ...]  # {python} {program} {workspace} {home} are filled in
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     mode: str | None = None  # session/set_mode after new and after load
-    list_changed: str = "live"  # "live", "next_turn" or "none": when it sees tools declared later
-    resume: str | None = None  # "resume" or "load"
+    list_changed: str = "live"  # "live", "next_turn" or "none": when it sees tools declared later by itself
+    resume: str | None = None  # "resume" or "load": also how an agent that sees none is shown them between turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,11 @@ class Session(Protocol):
 
     @property
     def autonomy(self) -> str: ...
+
+    @property
+    def tools(self) -> str:
+        """What tells the caller's tools of this moment from any others."""
+        ...
 
     async def turn_ended(self, tx: Tx, turn: int, outcome: Outcome) -> Sequence[Event]:
         """Inside the transaction that stores the droid's last word: move the turn's row; what it adds to the log."""

@@ -51,8 +51,9 @@ class Times:
     abandoned_after_s: float
 
 
-# Whether the agent of a session never asks for its tools again, and so needs them searched and called by name.
-NeverRefreshes = Callable[[], bool]
+# Whether the agent of a session of this autonomy never asks for its tools again, and so needs them searched and called
+# by name in the turn in which they change.
+NeverRefreshes = Callable[[str], bool]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Boxed:
             call_timeout_max_s=self.times.timeout_max_s,
             wait_max_s=WATCH_S_MAX,
             caller_tools=declaration is not None and bool(declaration.tools),
-            tools_search=self.never_refreshes(),
+            tools_search=self.never_refreshes(session.choices.autonomy),
             abandoned_after_s=self.times.abandoned_after_s,
             acks=self.keepers.acks(box_id) if asked.role == "keeper" else {},
         )

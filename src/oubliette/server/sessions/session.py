@@ -1,10 +1,13 @@
 """A live session: one task that makes its box, starts its droid and gives it one turn after the other."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.clock import Clock
@@ -21,6 +24,7 @@ from oubliette.server.tokens import tokens
 from oubliette.wire.events import Completion, Error, Event, TurnStarted, Warn
 
 logger = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder(order="deterministic").encode
 
 # An agent that never asked for its tools by then goes on without them, and most do so silently.
 LISTED_WITHIN_S = 10.0
@@ -93,6 +97,12 @@ class LiveSession:
     @property
     def autonomy(self) -> str:
         return self._row.choices.autonomy
+
+    @property
+    def tools(self) -> str:
+        declaration = self._rooms.exchange.declaration(self._id)
+        shown = declaration.config_tools() if declaration is not None else []
+        return hashlib.blake2b(_encode(shown), digest_size=8).hexdigest()
 
     @property
     def workspace_id(self) -> str:
