@@ -21,6 +21,7 @@ CHECKS = (
     ("ruff check", ["ruff", "check"]),
     ("ruff format", ["ruff", "format", "--check"]),
     ("pyright", ["pyright", "--pythonpath", sys.executable]),
+    ("pyright, in the box", ["pyright", "--pythonpath", sys.executable, "--project", "tests/pyright-inside.json"]),
     ("import contracts", ["lint-imports", "--no-logo"]),
     ("dependencies", ["deptry", "src"]),
 )
