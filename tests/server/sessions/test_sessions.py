@@ -208,6 +208,33 @@ async def test_only_the_owner_lends_tools_and_others_change_nothing_of_it(tmp_pa
         assert shown["caller_tools"] == {"echo": "ant_echo"}
 
 
+@pytest.mark.parametrize("key", ["derived", "its owner's"])
+@pytest.mark.parametrize("again", [TOOLS, {"caller_id": "ant", "caller_tools": []}])
+async def test_what_comes_out_of_a_box_lends_no_tools_whatever_its_key(tmp_path: Path, key: str, again: dict[str, Any]):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        lent = {"caller_id": "ant", "caller_tools": [{"name": "echo", "inputSchema": {"type": "object"}}]}
+        root = (await here.run(project, '[{"say": "x"}]', actor=ant, context=lent))["session_id"]
+        droid = dataclasses.replace(ant, session_id=root)
+        if key == "derived":
+            droid = Actor(principal="d", scope=Scope.WRITE, project_id=project, session_id=root, derived=True)
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("session_spawn", {"project_id": project}),
+            ("session_message", {"project_id": project}),
+            ("session_message", {"session_id": root}),
+        ]
+        for operation, where in asked:
+            for lending in ({"context": again}, again):
+                params: dict[str, Any] = {"message": "x", **where, **lending}
+                with pytest.raises(Forbidden, match="cannot be declared out of a box"):
+                    await here.ask(operation, actor=droid, **params)
+        (only,) = (await here.ask("session_list", project_id=project))["sessions"]
+        assert (only["turn_count"], only["caller_tools"]) == (1, {"echo": "ant_echo"})
+        told = await here.ask("session_spawn", actor=droid, project_id=project, message="x", wait_seconds=20)
+        child = await here.ask("session_get", session_id=told["session_id"])
+        assert child.get("caller_tools") == ({"echo": "ant_echo"} if key == "derived" else None)
+
+
 async def test_tools_declared_again_on_a_live_session_replace_the_old_ones(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()

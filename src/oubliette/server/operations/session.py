@@ -227,6 +227,10 @@ async def _wanted(rooms: Rooms, asked: Asked, params: SessionMessage | SessionSp
     if params.oubliette_scope is not None and not asked.actor.scope.covers(Scope(params.oubliette_scope)):
         raise Forbidden(f"oubliette_scope {params.oubliette_scope} is more than this token's own")
     actor = asked.actor
+    declaration = _declaration(rooms, params)
+    if declaration is not None and (actor.inside or actor.derived):
+        # Its owner answers for it, and would be asked for what it never lent: even with the owner's own key.
+        raise Forbidden("caller tools cannot be declared out of a box: a child has those of the session it is below")
     inside = await rooms.sessions.get(actor.session_id) if actor.session_id is not None else None
     return Wanted(
         autonomy_max=cast("Autonomy", inside.choices.autonomy) if inside is not None else "high",
@@ -238,7 +242,7 @@ async def _wanted(rooms: Rooms, asked: Asked, params: SessionMessage | SessionSp
         autonomy=params.autonomy,
         oubliette_scope=params.oubliette_scope,
         api_key=params.oubliette_api_key,
-        declaration=_declaration(rooms, params),
+        declaration=declaration,
         interrupt=isinstance(params, SessionMessage) and params.interrupt,
     )
 

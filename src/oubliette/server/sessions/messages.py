@@ -132,7 +132,7 @@ class Messages:
         return await self._settled(await self._rooms.database.write(write), wanted)
 
     async def spawn_child(self, actor: Actor, door: str, parent_id: str, wanted: Wanted, kept: Kept) -> Messaged:
-        """Start a session below another: with its root's owner, budget and, unless told otherwise, caller tools."""
+        """Start a session below another: with its root's owner and budget, and its parent's caller tools."""
         now = self._rooms.clock.now()
 
         async def write(tx: Tx) -> tuple[Messaged, int]:
