@@ -298,6 +298,23 @@ async def test_a_key_that_died_since_the_start_is_an_authentication_error(here: 
     assert len([one for one in rows if one["session_id"] == session_id]) == 3
 
 
+@pytest.mark.seed("OTD-SECURITY.2")
+@pytest.mark.parametrize("given", ["derived", "brought"])
+async def test_a_droids_key_is_none_from_the_moment_on_that_its_callers_token_is_revoked(
+    here: Scene, given: str
+) -> None:
+    writer = await here.token("write")
+    how = {"oubliette_scope": "write"} if given == "derived" else {"oubliette_api_key": writer["token"]}
+    listing: dict[str, Any] = {"tool": "oubliette_project_list", "args": {"limit": 1}}
+    async with here.caller(writer["token"]) as caller:
+        session_id = await here.start(caller, [{**listing, "expect": {"is_error": False}}], **how)
+        (await here.turn(session_id)).worked()
+    await here.server.ask("token_revoke", token_id=writer["id"])
+    async with here.caller() as other:
+        await here.more(other, session_id, [{**listing, "expect": {"is_error": True, "contains": INVALID}}])
+        (await here.turn(session_id, 2)).worked()
+
+
 @pytest.mark.seed("OTD-SECURITY.4")
 async def test_a_derived_key_is_cut_to_its_creators_rights_and_its_project(here: Scene) -> None:
     writer = await here.token("write")

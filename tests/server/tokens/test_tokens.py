@@ -105,7 +105,21 @@ async def test_a_name_is_free_again_once_its_token_is_revoked(database: SqliteDa
     await issue(database, "name")
 
 
+async def start(database: SqliteDatabase, session_id: str, token_id: str | None) -> None:
+    """A session's row, as far as tokens look at it."""
+    await database.write(
+        lambda tx: tx.run(
+            "INSERT INTO sessions (id, project_id, workspace_id, owner, token_id, state, root_id, depth, settings,"
+            " created_at, updated_at) VALUES (?, 'p', 'w', 'o', ?, 'idle', ?, 0, '{}', 1.0, 1.0)",
+            session_id,
+            token_id,
+            session_id,
+        )
+    )
+
+
 async def test_a_derived_key_is_good_on_its_sessions_socket_only(database: SqliteDatabase):
+    await start(database, "gogol_a", token_id=None)
     issued = await issue(database, "derived", derived_for="gogol_a", project_id="p")
     keys = Tokens(database, Clock())
     actor = await keys.verify(issued.secret, session_id="gogol_a")
@@ -116,6 +130,35 @@ async def test_a_derived_key_is_good_on_its_sessions_socket_only(database: Sqlit
     await database.write(lambda tx: tokens.revoke_derived(tx, "gogol_a", 2.0))
     with pytest.raises(Unauthenticated):
         await keys.verify(issued.secret, session_id="gogol_a")
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+async def test_a_derived_key_dies_with_the_token_that_started_its_session(database: SqliteDatabase, how: str):
+    clock = Clock()
+    creator = await issue(database, "creator", expires_at=clock.at + 10)
+    for session_id, token_id in (("gogol_a", creator.token.id), ("gogol_b", None)):
+        await start(database, session_id, token_id)
+    keys = Tokens(database, clock)
+    derived = await issue(database, "derived", derived_for="gogol_a", project_id="p")
+    administrators = await issue(database, "derived", derived_for="gogol_b", project_id="p")
+    await keys.verify(derived.secret, session_id="gogol_a")
+    assert await keys.is_live(derived.token.id)
+    if how == "expired":
+        clock.at += 10
+    else:
+        await database.write(lambda tx: tokens.revoke(tx, "creator", clock.at))
+    with pytest.raises(Unauthenticated):
+        await keys.verify(derived.secret, session_id="gogol_a")
+    assert not await keys.is_live(derived.token.id)
+    await keys.verify(administrators.secret, session_id="gogol_b")
+    assert await keys.is_live(administrators.token.id), "nobody's token started this one"
+
+
+async def test_a_derived_key_of_a_session_that_is_gone_is_none(database: SqliteDatabase):
+    issued = await issue(database, "derived", derived_for="gogol_a", project_id="p")
+    with pytest.raises(Unauthenticated):
+        await Tokens(database, Clock()).verify(issued.secret, session_id="gogol_a")
+    assert not await Tokens(database, Clock()).is_live(issued.token.id)
 
 
 async def test_derived_keys_are_in_no_list_and_cannot_be_revoked_by_name(database: SqliteDatabase):

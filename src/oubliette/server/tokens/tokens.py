@@ -22,6 +22,12 @@ _VERIFY = (
     "SELECT id, principal, scope, project_id, session_id, expires_at, revoked_at, last_used_at"
     " FROM tokens WHERE hash = ?"
 )
+# Whether the token that started a session lives; this machine's administrator has none, and lives.
+_STARTER = (
+    "SELECT sessions.token_id IS NULL OR (tokens.id IS NOT NULL AND tokens.revoked_at IS NULL"
+    " AND (tokens.expires_at IS NULL OR tokens.expires_at > ?))"
+    " FROM sessions LEFT JOIN tokens ON tokens.id = sessions.token_id WHERE sessions.id = ?"
+)
 _SCOPES = {scope.value: scope for scope in Scope}
 # `last_used_at` is for people; a write per call would be for nobody.
 USED_EVERY_S = 60.0
@@ -66,16 +72,22 @@ class Tokens:
     async def verify(self, secret: str | None, *, session_id: str | None = None) -> Actor:
         """Who this key is, now. `session_id` is the session whose relay socket the key came by, if it did.
 
-        Raises `Unauthenticated`. A key that the server derived for a session is good on that session's socket only.
+        Raises `Unauthenticated`. A key that the server derived for a session is good on that session's socket only,
+        and no longer than the token that started the session.
         """
         if secret is None or not _SECRET.match(secret):
             raise Unauthenticated
         digest = hashed(secret)
-        row = await self._database.read(lambda tx: tx.one(_VERIFY, digest))
+        now = self._clock.now()
+
+        async def find(tx: Tx) -> Row | None:
+            row = await tx.one(_VERIFY, digest)
+            return row if row is not None and await _is_backed(tx, row[4], now) else None
+
+        row = await self._database.read(find)
         if row is None:
             raise Unauthenticated
         token_id, principal, scope, project_id, derived_for, expires_at, revoked_at, used_at = row
-        now = self._clock.now()
         if revoked_at is not None or (expires_at is not None and expires_at <= now):
             raise Unauthenticated
         if derived_for is not None and derived_for != session_id:
@@ -94,17 +106,29 @@ class Tokens:
     async def is_live(self, token_id: str) -> bool:
         """Whether the token could still be verified now; for streams that outlive the call that opened them."""
 
-        async def find(tx: Tx) -> Row | None:
-            return await tx.one("SELECT revoked_at, expires_at FROM tokens WHERE id = ?", token_id)
+        now = self._clock.now()
 
-        row = await self._database.read(find)
-        return row is not None and row[0] is None and (row[1] is None or row[1] > self._clock.now())
+        async def find(tx: Tx) -> bool:
+            row = await tx.one("SELECT session_id, revoked_at, expires_at FROM tokens WHERE id = ?", token_id)
+            if row is None or row[1] is not None or (row[2] is not None and row[2] <= now):
+                return False
+            return await _is_backed(tx, row[0], now)
+
+        return await self._database.read(find)
 
     async def _used(self, token_id: str, now: float) -> None:
         async def touch(tx: Tx) -> None:
             await tx.run("UPDATE tokens SET last_used_at = ? WHERE id = ?", now, token_id)
 
         await self._database.write(touch)
+
+
+async def _is_backed(tx: Tx, derived_for: str | None, now: float) -> bool:
+    """Whether what a key was derived from is there: its session, and the token that started that."""
+    if derived_for is None:
+        return True
+    row = await tx.one(_STARTER, now, derived_for)
+    return row is not None and bool(row[0])
 
 
 async def issue(
