@@ -306,7 +306,8 @@ class App:
         async def write(tx: Tx) -> str | None:
             if await tokens.has_admin(tx, now):
                 return None
-            name = FIRST_TOKEN if await tokens.find_name(tx, FIRST_TOKEN) is None else f"{FIRST_TOKEN}-{round(now)}"
+            taken = await tokens.find_name(tx, FIRST_TOKEN, now) is not None
+            name = f"{FIRST_TOKEN}-{round(now)}" if taken else FIRST_TOKEN
             return (await tokens.issue(tx, name=name, scope=Scope.ADMIN, now=now)).secret
 
         return await self._database.write(write)

@@ -1,9 +1,10 @@
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 
 import pytest
 
 from oubliette.server.errors import Conflict, NotFound, Unauthenticated
+from oubliette.server.storage.database import Tx
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tokens import tokens
 from oubliette.server.tokens.token import Scope
@@ -103,6 +104,27 @@ async def test_a_name_is_free_again_once_its_token_is_revoked(database: SqliteDa
         await issue(database, "name")
     await database.write(lambda tx: tokens.revoke(tx, "name", 2.0))
     await issue(database, "name")
+
+
+async def test_a_name_is_free_again_from_the_moment_on_that_its_token_expires(database: SqliteDatabase):
+    old = await issue(database, "name", expires_at=1_000_000.5)
+    with pytest.raises(Conflict, match="a token named 'name' exists"):
+        await issue(database, "name")
+
+    def made(tx: Tx) -> Awaitable[tokens.Issued]:
+        return tokens.issue(tx, name="name", scope=Scope.WRITE, now=1_000_000.5)
+
+    new = await database.write(made)
+    assert await database.read(lambda tx: tokens.find_name(tx, "name", 1_000_001.0)) == new.token.id != old.token.id
+    revoked = await database.write(lambda tx: tokens.revoke(tx, "name", 1_000_001.0))
+    assert revoked.id == new.token.id, "a name is that of the token that lives"
+
+
+async def test_an_admin_that_has_expired_is_not_the_last_live_one(database: SqliteDatabase):
+    await issue(database, "brief", Scope.ADMIN, expires_at=1_000_010.0)
+    with pytest.raises(Conflict, match="last live admin"):
+        await database.write(lambda tx: tokens.revoke(tx, "brief", 1_000_009.0))
+    await database.write(lambda tx: tokens.revoke(tx, "brief", 1_000_010.0))
 
 
 async def start(database: SqliteDatabase, session_id: str, token_id: str | None) -> None:

@@ -28,6 +28,8 @@ _STARTER = (
     " AND (tokens.expires_at IS NULL OR tokens.expires_at > ?))"
     " FROM sessions LEFT JOIN tokens ON tokens.id = sessions.token_id WHERE sessions.id = ?"
 )
+# Of a token that a person made; its parameter is the time.
+_LIVES = "session_id IS NULL AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?)"
 _SCOPES = {scope.value: scope for scope in Scope}
 # `last_used_at` is for people; a write per call would be for nobody.
 USED_EVERY_S = 60.0
@@ -143,8 +145,7 @@ async def issue(
     creator: str | None = None,
 ) -> Issued:
     """Make a token. `derived_for` is the session that it lives and dies with; it is then owned by that session."""
-    taken = await tx.one("SELECT 1 FROM tokens WHERE name = ? AND revoked_at IS NULL AND session_id IS NULL", name)
-    if taken and derived_for is None:
+    if derived_for is None and await find_name(tx, name, now) is not None:
         raise Conflict(f"a token named {name!r} exists: choose another name or revoke that one first")
     secret = PREFIX + ids.new_key()
     token = Token(
@@ -197,13 +198,8 @@ async def revoke(tx: Tx, id_or_name: str, now: float) -> Token:
     token = _token(row)
     if token.revoked_at is not None:
         return token
-    if token.scope is Scope.ADMIN:
-        other = await tx.one(
-            "SELECT 1 FROM tokens WHERE scope = 'admin' AND id <> ? AND revoked_at IS NULL AND session_id IS NULL"
-            " AND (expires_at IS NULL OR expires_at > ?)",
-            token.id,
-            now,
-        )
+    if token.scope is Scope.ADMIN and (token.expires_at is None or token.expires_at > now):
+        other = await tx.one(f"SELECT 1 FROM tokens WHERE scope = 'admin' AND id <> ? AND {_LIVES}", token.id, now)  # noqa: S608
         if other is None:
             raise Conflict("this is the last live admin token: create another before you revoke it")
     await tx.run("UPDATE tokens SET revoked_at = ? WHERE id = ?", now, token.id)
@@ -216,15 +212,10 @@ async def revoke_derived(tx: Tx, session_id: str, now: float) -> None:
 
 
 async def has_admin(tx: Tx, now: float) -> bool:
-    row = await tx.one(
-        "SELECT 1 FROM tokens WHERE scope = 'admin' AND revoked_at IS NULL AND session_id IS NULL"
-        " AND (expires_at IS NULL OR expires_at > ?)",
-        now,
-    )
-    return row is not None
+    return await tx.one(f"SELECT 1 FROM tokens WHERE scope = 'admin' AND {_LIVES}", now) is not None  # noqa: S608
 
 
-async def find_name(tx: Tx, name: str) -> str | None:
+async def find_name(tx: Tx, name: str, now: float) -> str | None:
     """The id of the live token of this name."""
-    row = await tx.one("SELECT id FROM tokens WHERE name = ? AND revoked_at IS NULL AND session_id IS NULL", name)
+    row = await tx.one(f"SELECT id FROM tokens WHERE name = ? AND {_LIVES}", name, now)  # noqa: S608
     return row[0] if row is not None else None
