@@ -83,6 +83,17 @@ async def test_lists_are_for_people_and_with_json_for_programs(home: Home):
     assert json.loads(text) == {"tokens": [TOKEN]}
 
 
+async def test_a_list_is_shown_whole_however_many_pages_it_has(home: Home):
+    async def door(operation: str, params: bytes) -> object:
+        asked = msgspec.json.decode(params)
+        return {"tokens": [TOKEN] * min(asked["limit"], 201 - asked["offset"])}
+
+    with HomeLock(home):
+        async with local_door(home.admin_socket, door):
+            _, table, err = await oubliette(home.path, "token", "list")
+    assert len(table.splitlines()) == 1 + 201, err
+
+
 async def test_a_refusal_ends_with_1_and_the_servers_words(home: Home):
     with HomeLock(home):
         async with local_door(home.admin_socket, Door()):

@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from oubliette.cli.local import ask
 from oubliette.cli.options import AsJson, File, Home, settings
+from oubliette.server.limits import LIST_MAX
 
 DAY_S = 86_400.0
 
@@ -40,8 +41,11 @@ def create(
 @token.command(name="list")
 def list_(*, home: Home = None, file: File = None, as_json: AsJson = False) -> None:
     """List the tokens, without their secrets."""
-    listed = ask(settings(home=home, file=file), "token_list")
-    print(json.dumps(listed) if as_json else _table(listed["tokens"], time.time()))
+    chosen, tokens = settings(home=home, file=file), list[dict[str, Any]]()
+    while len(page := ask(chosen, "token_list", limit=LIST_MAX, offset=len(tokens))["tokens"]) == LIST_MAX:
+        tokens += page
+    tokens += page
+    print(json.dumps({"tokens": tokens}) if as_json else _table(tokens, time.time()))
 
 
 @token.command

@@ -355,8 +355,9 @@ class App:
         while True:
             await self._boxes.reap()
             before = self._clock.now() - self._settings.outcomes_kept_s
-            while await self._database.write(lambda tx, before=before: calls.forget(tx, before, BULK_ROWS)):
-                pass
+            for forget in (calls.forget, tokens.forget_derived):
+                while await self._database.write(lambda tx, forget=forget, at=before: forget(tx, at, BULK_ROWS)):
+                    pass
             await asyncio.sleep(SWEEP_EVERY_S)
 
 

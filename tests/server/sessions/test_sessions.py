@@ -423,6 +423,16 @@ async def test_files_whose_deletion_a_server_did_not_live_to_see_are_removed_by_
         assert (workspace / "kept").read_text() == "hello\n"
 
 
+async def test_derived_keys_do_not_pile_up_once_outcomes_are_kept_no_longer(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        session_id = (await here.run(await here.project(), '[{"say": "x"}]', oubliette_scope="read"))["session_id"]
+        await here.ask("session_end", session_id=session_id)
+        assert await here.rows("SELECT 1 FROM tokens WHERE session_id = ?", session_id) != []
+    async with world(tmp_path / "h", outcomes_kept_s=0) as here, asyncio.timeout(10):
+        while await here.rows("SELECT 1 FROM tokens WHERE session_id = ?", session_id):
+            await asyncio.sleep(0.01)
+
+
 async def test_a_workspace_that_is_deleted_takes_its_files_along(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()

@@ -7,7 +7,7 @@ from oubliette.server.errors import Conflict, NotFound, Unauthenticated
 from oubliette.server.storage.database import Tx
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tokens import tokens
-from oubliette.server.tokens.token import Scope
+from oubliette.server.tokens.token import Scope, Token
 from oubliette.server.tokens.tokens import Tokens
 
 
@@ -185,9 +185,33 @@ async def test_a_derived_key_of_a_session_that_is_gone_is_none(database: SqliteD
 
 async def test_derived_keys_are_in_no_list_and_cannot_be_revoked_by_name(database: SqliteDatabase):
     await issue(database, "derived", derived_for="gogol_a")
-    assert await database.read(tokens.listed) == []
+    assert await listed(database) == []
     with pytest.raises(NotFound):
         await database.write(lambda tx: tokens.revoke(tx, "derived", 2.0))
+
+
+async def listed(database: SqliteDatabase, limit: int = 10, offset: int = 0) -> list[Token]:
+    return await database.read(lambda tx: tokens.listed(tx, limit=limit, offset=offset))
+
+
+async def test_lists_are_in_pages(database: SqliteDatabase):
+    issued = {(await issue(database, str(number))).token.id for number in range(5)}
+    pages = [await listed(database, 2, offset) for offset in (0, 2, 4, 6)]
+    assert [len(page) for page in pages] == [2, 2, 1, 0]
+    assert {token.id for page in pages for token in page} == issued
+
+
+async def test_derived_keys_that_died_long_ago_are_forgotten_and_no_others(database: SqliteDatabase):
+    await issue(database, "a person's")
+    await database.write(lambda tx: tokens.revoke(tx, "a person's", 2.0))
+    for session_id, died_at in (("gogol_a", 2.0), ("gogol_b", 2.0), ("gogol_c", 9.0), ("gogol_d", None)):
+        await issue(database, "derived", derived_for=session_id)
+        if died_at is not None:
+            await database.write(lambda tx, of=session_id, at=died_at: tokens.revoke_derived(tx, of, at))
+    gone = [await database.write(lambda tx: tokens.forget_derived(tx, 9.0, 1)) for _ in range(3)]
+    assert gone == [1, 1, 0]
+    left = await database.read(lambda tx: tx.all("SELECT session_id FROM tokens ORDER BY session_id"))
+    assert left == [(None,), ("gogol_c",), ("gogol_d",)]
 
 
 async def test_last_use_is_noted_and_not_at_every_call(database: SqliteDatabase):
@@ -197,5 +221,5 @@ async def test_last_use_is_noted_and_not_at_every_call(database: SqliteDatabase)
     for at in (1_000_000.0, 1_000_030.0, 1_000_061.0):
         clock.at = at
         await keys.verify(issued.secret)
-        (shown,) = await database.read(tokens.listed)
+        (shown,) = await listed(database)
         assert shown.last_used_at == (1_000_061.0 if at > 1_000_060 else 1_000_000.0)

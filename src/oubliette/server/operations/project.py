@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
-from oubliette.server.limits import BULK_ROWS, LIST_MAX, NAME_CHARS, OFFSET_MAX, TEXT_CHARS
-from oubliette.server.operations.choices import ChosenAutonomy
+from oubliette.server.limits import BULK_ROWS, NAME_CHARS, TEXT_CHARS
+from oubliette.server.operations.choices import ChosenAutonomy, Limit, Offset
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.projects import projects
 from oubliette.server.projects.projects import Project, Workspace
@@ -15,8 +15,6 @@ from oubliette.server.sessions.messages import AUTONOMY
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Scope
 
-Limit = Annotated[int, Meta(ge=1, le=LIST_MAX, description="At most so many.")]
-Offset = Annotated[int, Meta(ge=0, le=OFFSET_MAX, description="Skip so many: the next page is offset + limit.")]
 ProjectId = Annotated[str, Meta(description="The project's id.")]
 
 

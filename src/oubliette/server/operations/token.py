@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from oubliette.server import audit
 from oubliette.server.limits import NAME_CHARS
+from oubliette.server.operations.choices import Limit, Offset
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens import tokens
@@ -30,7 +31,8 @@ class TokenCreated(msgspec.Struct, kw_only=True):
 
 
 class TokenList(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
+    limit: Limit = 50
+    offset: Offset = 0
 
 
 class TokenShown(msgspec.Struct, kw_only=True):
@@ -95,8 +97,9 @@ def _shown(token: Token) -> TokenShown:
 
 
 async def listed(rooms: Rooms, asked: Asked, params: TokenList) -> TokensShown:
-    del asked, params
-    return TokensShown(tokens=[_shown(token) for token in await rooms.database.read(tokens.listed)])
+    del asked
+    found = await rooms.database.read(lambda tx: tokens.listed(tx, limit=params.limit, offset=params.offset))
+    return TokensShown(tokens=[_shown(token) for token in found])
 
 
 async def revoke(rooms: Rooms, asked: Asked, params: TokenRevoke) -> TokenRevoked:

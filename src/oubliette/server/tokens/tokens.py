@@ -179,9 +179,13 @@ async def issue(
     return Issued(token, secret)
 
 
-async def listed(tx: Tx) -> list[Token]:
-    """Every token that a person made, newest first."""
-    rows = await tx.all(f"SELECT {_COLUMNS} FROM tokens WHERE session_id IS NULL ORDER BY created_at DESC, id")  # noqa: S608
+async def listed(tx: Tx, *, limit: int, offset: int) -> list[Token]:
+    """Tokens that people made, newest first."""
+    rows = await tx.all(
+        f"SELECT {_COLUMNS} FROM tokens WHERE session_id IS NULL ORDER BY created_at DESC, id LIMIT ? OFFSET ?",  # noqa: S608
+        limit,
+        offset,
+    )
     return [_token(row) for row in rows]
 
 
@@ -209,6 +213,16 @@ async def revoke(tx: Tx, id_or_name: str, now: float) -> Token:
 async def revoke_derived(tx: Tx, session_id: str, now: float) -> None:
     """A session's derived key dies with it."""
     await tx.run("UPDATE tokens SET revoked_at = ? WHERE session_id = ? AND revoked_at IS NULL", now, session_id)
+
+
+async def forget_derived(tx: Tx, revoked_before: float, rows: int) -> int:
+    """Delete so many derived keys that died long ago; the audit keeps who used them."""
+    return await tx.run(
+        "DELETE FROM tokens WHERE id IN"
+        " (SELECT id FROM tokens WHERE session_id IS NOT NULL AND revoked_at < ? LIMIT ?)",
+        revoked_before,
+        rows,
+    )
 
 
 async def has_admin(tx: Tx, now: float) -> bool:
