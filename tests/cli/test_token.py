@@ -74,6 +74,22 @@ async def test_a_running_server_is_asked_and_the_secret_stands_alone_on_stdout(h
     assert door.asked == [("token_create", {"name": "ant", "scope": "write", "expires_in_s": 172_800.0})]
 
 
+@pytest.mark.parametrize("days", ["nan", "inf", "-inf", "1e308"])
+async def test_days_that_are_no_number_make_no_token(home: Home, days: str):
+    door = Door()
+    with HomeLock(home):
+        async with local_door(home.admin_socket, door):
+            code, out, err = await oubliette(home.path, "token", "create", "ant", f"--days={days}")
+    assert (code, out, door.asked) == (2, "", [])
+    assert "--days" in err
+
+
+async def test_a_life_beyond_a_century_is_refused(home: Home):
+    code, out, err = await oubliette(home.path, "token", "create", "ant", "--days", "40000")
+    assert (code, out) == (2, "")
+    assert "expires_in_s" in err
+
+
 async def test_lists_are_for_people_and_with_json_for_programs(home: Home):
     with HomeLock(home):
         async with local_door(home.admin_socket, Door()):

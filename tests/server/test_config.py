@@ -67,6 +67,16 @@ def test_a_wrong_flag_is_named_as_it_was_typed():
     assert refusal(flags={"idle_after_s": 0}) == "--idle-after-s: Expected `float` > 0.0"
 
 
+NUMBERS = [name for name, kind, *_ in config.table() if kind in ("number", "whole number")]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e999"])
+def test_no_number_is_infinite_or_none_at_all(name: str, number: str):
+    assert refusal(f"{name} = {number}").startswith(f"oubliette.toml: {name}: ")
+    assert refusal(env={f"OUBLIETTE_{name.upper()}": number}).startswith(f"OUBLIETTE_{name.upper()}: ")
+
+
 def test_lists_and_truth_come_from_the_environment_as_text():
     env = {"OUBLIETTE_ALLOWED_HOSTS": "a.example, b.example,", "OUBLIETTE_UNSAFE_NO_SANDBOX": "true"}
     settings = load("", HOME | env, {})

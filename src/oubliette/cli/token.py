@@ -1,6 +1,7 @@
 """`oubliette token`: the keys to this installation."""
 
 import json
+import math
 import sys
 import time
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from cyclopts import App, Parameter
 
 from oubliette.cli.local import ask
 from oubliette.cli.options import AsJson, File, Home, settings
+from oubliette.server.errors import InvalidParams
 from oubliette.server.limits import LIST_MAX
 
 DAY_S = 86_400.0
@@ -30,6 +32,9 @@ def create(
 ) -> None:
     """Make a token and show it, this once: alone on standard output, so that a script can take it."""
     expires_in_s = None if days is None else days * DAY_S
+    if expires_in_s is not None and not math.isfinite(expires_in_s):
+        # JSON knows no such number: it would be left out, and the token would live for ever.
+        raise InvalidParams(f"--days {days:g}: not a number of days")
     made = ask(settings(home=home, file=file), "token_create", name=name, scope=scope, expires_in_s=expires_in_s)
     if as_json:
         print(json.dumps(made))

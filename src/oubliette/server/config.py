@@ -7,6 +7,7 @@ there a foreign name is refused when it is nearly one of ours. Every field carri
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -194,11 +195,14 @@ def _checked(name: str, value: Any, *, where: str, strict: bool) -> Any:
     if name not in Settings.__struct_fields__:
         raise NotConfigured(f"{where}: there is no setting `{name}`{_nearest(name, cutoff=0.5)}")
     kind = get_type_hints(Settings, include_extras=True)[name]
+    at = where if where.startswith((PREFIX, "--")) else f"{where}: {name}"
     try:
-        return msgspec.convert(value, kind, strict=strict, dec_hook=_path)
+        converted = msgspec.convert(value, kind, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
-        at = where if where.startswith((PREFIX, "--")) else f"{where}: {name}"
         raise NotConfigured(f"{at}: {error}") from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise NotConfigured(f"{at}: Expected a finite number")
+    return converted
 
 
 def _path(kind: type, value: Any) -> Any:

@@ -37,3 +37,4 @@ LIST_MAX = 200
 OFFSET_MAX = 1_000_000_000  # beyond it a database's integers end
 NAME_CHARS = 200
 TEXT_CHARS = 10_000
+TOKEN_LIFE_S_MAX = 100 * 366 * 86_400.0

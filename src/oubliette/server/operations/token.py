@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
-from oubliette.server.limits import NAME_CHARS
+from oubliette.server.limits import NAME_CHARS, TOKEN_LIFE_S_MAX
 from oubliette.server.operations.choices import Limit, Offset
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.storage.database import Tx
@@ -17,9 +17,10 @@ from oubliette.server.tokens.token import Scope, Token
 class TokenCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="Unique among tokens that live.")]
     scope: Literal["admin", "write", "read"]
-    expires_in_s: Annotated[float, Meta(gt=0, description="Lives so many seconds; without, until revoked.")] | None = (
-        None
-    )
+    expires_in_s: (
+        Annotated[float, Meta(gt=0, le=TOKEN_LIFE_S_MAX, description="Lives so many seconds; without, until revoked.")]
+        | None
+    ) = None
 
 
 class TokenCreated(msgspec.Struct, kw_only=True):
