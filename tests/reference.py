@@ -41,11 +41,14 @@ def operations() -> str:
         "the key's scope allows. *Scope* is the least that is needed; *target* is what the gate looks up to decide;",
         "*in a box* is which keys may ask for it there: any, only one that a caller passed in (own), or none.",
         "",
+        "A token has the scope `admin`, `write` or `read`, or is narrowed to one project: `project:<id>` writes there,",
+        "`project:<id>:ro` reads. For a narrowed token nothing else is there, and a target of *everything* is refused.",
+        "",
         "| operation | scope | target | in a box | |",
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| [`{one.name}`](#{one.name}) | {one.scope} | {one.target} | {_in_a_box(one)} | {_first(one.summary)} |"
+        f"| [`{one.name}`](#{one.name}) | {one.scope} | {_target(one)} | {_in_a_box(one)} | {_first(one.summary)} |"
         for one in OPERATIONS
     ]
     for one in OPERATIONS:
@@ -91,6 +94,10 @@ def states() -> str:
             lines += [f"| {state} | {on} | {to} |" for on, to in ways.items()] or [f"| {state} | | |"]
         lines.append("")
     return "\n".join(lines)
+
+
+def _target(one: Operation[Any]) -> str:
+    return "everything" if one.everywhere else one.target
 
 
 def _in_a_box(one: Operation[Any]) -> str:

@@ -29,45 +29,53 @@ async def here(server: ServerProcess) -> AsyncGenerator[Scene]:
         yield made
 
 
-# Who may, by the word of the table: a(dmin), w(rite), r(ead); and arguments with which it works for who may.
+# Who may, by the word of the table: a(dmin), w(rite), r(ead); n(arrowed) to this project, to write, or o(nly) to read
+# it; f(oreign), narrowed to another project, or g, that to read. And arguments with which it works for who may.
 MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
     "project_create": ("aw", {"name": "made"}),
-    "project_list": ("awr", {}),
-    "project_get": ("awr", {"project_id": "PROJECT"}),
-    "project_delete": ("aw", {"project_id": "EMPTY"}),
-    "workspace_list": ("awr", {"project_id": "PROJECT"}),
-    "workspace_delete": ("aw", {"project_id": "PROJECT", "workspace_id": "gone already"}),
-    "session_spawn": ("aw", {"project_id": "PROJECT", "message": "no plan"}),
-    "session_message": ("aw", {"session_id": "SESSION", "message": "no plan"}),
-    "session_get": ("awr", {"session_id": "SESSION"}),
-    "session_list": ("awr", {"project_id": "PROJECT"}),
-    "session_events": ("awr", {"session_id": "SESSION"}),
-    "session_watch": ("awr", {"session_id": "SESSION", "wait_seconds": 0}),
-    "session_cancel": ("aw", {"session_id": "SESSION"}),
-    "session_end": ("aw", {"session_id": "SESSION"}),
-    "caller_tool_response": ("aw", {"session_id": "SESSION", "request_id": "none"}),
-    "caller_tool_poll": ("aw", {"session_id": "OWN", "wait_seconds": 0}),
-    "caller_tool_pending": ("aw", {"session_id": "OWN"}),
-    "caller_tool_progress": ("aw", {"session_id": "OWN", "request_id": "none"}),
+    "project_list": ("awrnofg", {}),
+    "project_get": ("awrno", {"project_id": "PROJECT"}),
+    "project_delete": ("awn", {"project_id": "EMPTY"}),
+    "workspace_list": ("awrno", {"project_id": "PROJECT"}),
+    "workspace_delete": ("awn", {"project_id": "PROJECT", "workspace_id": "gone already"}),
+    "session_spawn": ("awn", {"project_id": "PROJECT", "message": "no plan"}),
+    "session_message": ("awn", {"session_id": "SESSION", "message": "no plan"}),
+    "session_get": ("awrno", {"session_id": "SESSION"}),
+    "session_list": ("awrno", {"project_id": "PROJECT"}),
+    "session_events": ("awrno", {"session_id": "SESSION"}),
+    "session_watch": ("awrno", {"session_id": "SESSION", "wait_seconds": 0}),
+    "session_cancel": ("awn", {"session_id": "SESSION"}),
+    "session_end": ("awn", {"session_id": "SESSION"}),
+    "caller_tool_response": ("awnf", {"session_id": "SESSION", "request_id": "none"}),
+    "caller_tool_poll": ("awn", {"session_id": "OWN", "wait_seconds": 0}),
+    "caller_tool_pending": ("awn", {"session_id": "OWN"}),
+    "caller_tool_progress": ("awn", {"session_id": "OWN", "request_id": "none"}),
     "token_create": ("a", {"name": "NAME", "scope": "read"}),
     "token_list": ("a", {}),
     "token_revoke": ("a", {"token_id": "TOKEN"}),
-    "config_limits": ("awr", {"project_id": "PROJECT"}),
+    "config_limits": ("awrno", {"project_id": "PROJECT"}),
 }
 # What these arguments lead to for who may: the gate let them in, and there was nothing to be had.
 REFUSED_OTHERWISE = {"caller_tool_progress": "not_found", "caller_tool_response": ""}
 SCOPES = {"a": "admin", "w": "write", "r": "read"}
+NARROWED = {"n": "project:{}", "o": "project:{}:ro", "f": "project:{}", "g": "project:{}:ro"}
+FOREIGN = {"f": "n", "g": "o"}  # and whose column would be theirs in the project that they are narrowed to
+
+
+async def key_for(here: Scene, scope: str, project_id: str) -> dict[str, Any]:
+    """A token of this column, for a question about this project."""
+    if scope in SCOPES:
+        return await here.token(SCOPES[scope])
+    if scope in FOREIGN:
+        project_id = (await here.server.ask("project_create", name="another"))["id"]
+    return await here.token(NARROWED[scope].format(project_id))
 
 
 async def filled(here: Scene, arguments: dict[str, Any], caller: McpCaller, may: bool) -> dict[str, Any]:
     """Arguments with what they stand for; what is destroyed is made for it."""
     made: dict[str, Any] = {}
     for name, value in arguments.items():
-        if value == "PROJECT":
-            value = here.project_id
-        elif value == "EMPTY":
-            value = (await here.server.ask("project_create", name="empty"))["id"]
-        elif value == "NAME":
+        if value == "NAME":
             value = f"by {here.project_id}"
         elif value == "TOKEN":
             value = (await here.token("read"))["id"]
@@ -81,9 +89,9 @@ async def filled(here: Scene, arguments: dict[str, Any], caller: McpCaller, may:
 
 
 @pytest.mark.seed("OTD-SCOPE.1", "OTD-SCOPE.2", "OTD-SCOPE.3", "OTD-SCOPE.4")
-@pytest.mark.parametrize("scope", ["a", "w", "r"])
+@pytest.mark.parametrize("scope", ["a", "w", "r", "n", "o"])
 async def test_each_scope_is_shown_its_column_and_nothing_else(here: Scene, scope: str) -> None:
-    key = await here.token(SCOPES[scope])
+    key = await key_for(here, scope, here.project_id)
     for era in ("legacy", "modern"):
         async with here.caller(key["token"], era=era) as caller:
             shown = [tool["name"] for tool in (await caller.ask("tools/list"))["result"]["tools"]]
@@ -92,25 +100,65 @@ async def test_each_scope_is_shown_its_column_and_nothing_else(here: Scene, scop
 
 @pytest.mark.seed("OTD-SECURITY.3")
 @pytest.mark.parametrize("operation", list(MATRIX))
-@pytest.mark.parametrize("scope", ["a", "w", "r"])
+@pytest.mark.parametrize("scope", [*SCOPES, *NARROWED])
 async def test_each_operation_does_for_a_scope_what_the_table_says(here: Scene, operation: str, scope: str) -> None:
     who, arguments = MATRIX[operation]
-    key = await here.token(SCOPES[scope])
     may = scope in who
+    project_id = here.project_id
+    if arguments.get("project_id") == "EMPTY":
+        project_id = (await here.server.ask("project_create", name="empty"))["id"]
+    if "project_id" in arguments:
+        arguments = arguments | {"project_id": project_id}
+    key = await key_for(here, scope, project_id)
     async with here.caller(key["token"]) as caller:
         arguments = await filled(here, arguments, caller, may)
         if not may:
             with pytest.raises(Refused) as refused:
                 await caller.call(operation, **arguments)
-            assert refused.value.kind == "forbidden"
+            # What another project has is not there, in the words for what never was; and that it was asked is noted.
+            kind = "not_found" if FOREIGN.get(scope, "none") in who else "forbidden"
+            assert refused.value.kind == kind
             rows = records(here.server.home, "audit", operation=operation, token_id=key["id"])
-            assert [one["outcome"] for one in rows] == ["refused: forbidden"]
+            assert [one["outcome"] for one in rows] == [f"refused: {kind}"]
         elif operation in REFUSED_OTHERWISE:
             with pytest.raises(Refused) as refused:
                 await caller.call(operation, **arguments)
             assert refused.value.kind == REFUSED_OTHERWISE[operation]
         else:
             assert isinstance(await caller.call(operation, **arguments), dict)
+
+
+async def test_a_narrowed_token_sees_its_project_alone_and_goes_with_it(here: Scene) -> None:
+    other = (await here.server.ask("project_create", name="another"))["id"]
+    key = await here.token(f"project:{other}")
+    reader = await here.token(f"project:{other}:ro")
+    assert [key["scope"], reader["scope"]] == [f"project:{other}", f"project:{other}:ro"]
+    async with here.caller() as owner:
+        foreign = await here.rest(owner)
+    async with here.caller(key["token"]) as caller:
+        assert [one["id"] for one in (await caller.call("project_list"))["projects"]] == [other]
+        told = await caller.call("session_spawn", project_id=other, message="no plan", wait_seconds=20)
+        for session_id in (foreign, "gogol_20260101_000000_00000000"):
+            with pytest.raises(Refused, match=f"no session '{session_id}': session_list shows them"):
+                await caller.call("session_get", session_id=session_id)
+        await caller.call("session_end", session_id=told["session_id"])
+        await caller.call("project_delete", project_id=other)
+        shown = {one["id"]: one for one in (await here.server.ask("token_list"))["tokens"]}
+        for one in (key, reader):
+            assert shown[one["id"]]["scope"] == one["scope"]
+            assert shown[one["id"]]["revoked_at"] is not None
+    async with here.caller(era="modern") as nobody:
+        for one in (key, reader):
+            posted = await nobody.post(nobody.message("tools/list"), Authorization=f"Bearer {one['token']}")
+            assert posted.status == 401
+
+
+@pytest.mark.parametrize("scope", ["project:x", "project:11111111-1111-4111-8111-111111111111", "owner"])
+async def test_a_token_is_narrowed_to_a_project_that_is_there_or_not_made(here: Scene, scope: str) -> None:
+    async with here.caller() as caller:
+        with pytest.raises(Refused) as refused:
+            await caller.call("token_create", name=f"no {scope} {here.project_id}", scope=scope)
+        assert refused.value.kind == ("not_found" if "1111" in scope else "invalid_params")
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic b3Vi", "Bearer oub_" + "0" * 64, "Bearer x"])

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -22,7 +22,10 @@ token = App(name="token", help="Make, list and revoke the keys to this installat
 def create(
     name: Annotated[str, Parameter(help="What it is for; `revoke` takes it too.")],
     *,
-    scope: Annotated[Literal["admin", "write", "read"], Parameter(help="What its bearer may do.")] = "write",
+    scope: Annotated[
+        str,
+        Parameter(help="What its bearer may do: admin, write, read; in one project project:<id> or project:<id>:ro."),
+    ] = "write",
     days: Annotated[
         float | None, Parameter(help="Let it expire after so many days; else it lives until revoked.")
     ] = None,

@@ -11,30 +11,31 @@ from oubliette.server.operations.operation import Target
 from oubliette.server.operations.schemas import schema
 from oubliette.server.tokens.token import Actor, Scope
 
-# name: outside as admin, write, read | inside by a write key of the caller's own | by a derived key, write and read
+# name: outside as admin, write, read | narrowed to a project, to write and to read: that one, and another one |
+#       inside by a write key of the caller's own | by a derived key, write and read
 TABLE = """
-caller_tool_pending   yes yes no   no   no  no
-caller_tool_poll      yes yes no   no   no  no
-caller_tool_progress  yes yes no   no   no  no
-caller_tool_response  yes yes no   no   no  no
-config_limits         yes yes yes  yes  yes yes
-project_create        yes yes no   yes  no  no
-project_delete        yes yes no   yes  no  no
-project_get           yes yes yes  yes  yes yes
-project_list          yes yes yes  yes  yes yes
-session_cancel        yes yes no   yes  yes no
-session_end           yes yes no   yes  yes no
-session_events        yes yes yes  yes  yes yes
-session_get           yes yes yes  yes  yes yes
-session_list          yes yes yes  yes  yes yes
-session_message       yes yes no   yes  yes no
-session_spawn         yes yes no   yes  yes no
-session_watch         yes yes yes  yes  yes yes
-token_create          yes no  no   no   no  no
-token_list            yes no  no   no   no  no
-token_revoke          yes no  no   no   no  no
-workspace_delete      yes yes no   yes  yes no
-workspace_list        yes yes yes  yes  yes yes
+caller_tool_pending   yes yes no   yes no   no  no   no   no  no
+caller_tool_poll      yes yes no   yes no   no  no   no   no  no
+caller_tool_progress  yes yes no   yes no   no  no   no   no  no
+caller_tool_response  yes yes no   yes no   yes no   no   no  no
+config_limits         yes yes yes  yes yes  no  no   yes  yes yes
+project_create        yes yes no   no  no   no  no   yes  no  no
+project_delete        yes yes no   yes no   no  no   yes  no  no
+project_get           yes yes yes  yes yes  no  no   yes  yes yes
+project_list          yes yes yes  yes yes  yes yes  yes  yes yes
+session_cancel        yes yes no   yes no   no  no   yes  yes no
+session_end           yes yes no   yes no   no  no   yes  yes no
+session_events        yes yes yes  yes yes  no  no   yes  yes yes
+session_get           yes yes yes  yes yes  no  no   yes  yes yes
+session_list          yes yes yes  yes yes  no  no   yes  yes yes
+session_message       yes yes no   yes no   no  no   yes  yes no
+session_spawn         yes yes no   yes no   no  no   yes  yes no
+session_watch         yes yes yes  yes yes  no  no   yes  yes yes
+token_create          yes no  no   no  no   no  no   no   no  no
+token_list            yes no  no   no  no   no  no   no   no  no
+token_revoke          yes no  no   no  no   no  no   no   no  no
+workspace_delete      yes yes no   yes no   no  no   yes  yes no
+workspace_list        yes yes yes  yes yes  no  no   yes  yes yes
 """
 ROWS = {row.split()[0]: [cell == "yes" for cell in row.split()[1:]] for row in TABLE.strip().splitlines()}
 DERIVED: dict[str, Any] = {"project_id": "p", "session_id": "gogol_x", "derived": True}
@@ -42,6 +43,10 @@ COLUMNS = [
     Actor(principal="a", scope=Scope.ADMIN),
     Actor(principal="w", scope=Scope.WRITE),
     Actor(principal="r", scope=Scope.READ),
+    Actor(principal="n", scope=Scope.WRITE, project_id="p"),
+    Actor(principal="n", scope=Scope.READ, project_id="p"),
+    Actor(principal="n", scope=Scope.WRITE, project_id="another"),
+    Actor(principal="n", scope=Scope.READ, project_id="another"),
     Actor(principal="w", scope=Scope.WRITE, session_id="gogol_x"),
     Actor(principal="d", scope=Scope.WRITE, **DERIVED),
     Actor(principal="d", scope=Scope.READ, **DERIVED),
@@ -54,7 +59,10 @@ def test_every_operation_has_its_row_and_every_row_its_operation():
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_the_gate_allows_what_the_table_says(operation: Any):
-    assert [allowed(operation, actor) for actor in COLUMNS] == ROWS[operation.name]
+    def may(actor: Actor) -> bool:
+        return allowed(operation, actor) and (operation.target is Target.NOTHING or actor.reaches("p"))
+
+    assert [may(actor) for actor in COLUMNS] == ROWS[operation.name]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)

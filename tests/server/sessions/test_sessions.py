@@ -561,8 +561,12 @@ async def test_what_an_operation_itself_refuses_is_in_the_audit_too(tmp_path: Pa
             actor = ant if operation == "caller_tool_progress" else bee
             with pytest.raises(error):
                 await here.ask(operation, actor=actor, **params)
-        with pytest.raises(NotFound):
-            await here.ask("session_get", actor=bee, session_id="gogol_20260101_000000_00000000")
+        droid = Actor(principal="d", scope=Scope.READ, project_id=project, session_id="gogol_x", derived=True)
+        for actor in (bee, droid):
+            with pytest.raises(NotFound, match="session_list shows them"):
+                await here.ask("session_get", actor=actor, session_id="gogol_20260101_000000_00000000")
+        with pytest.raises(NotFound, match="session_list shows them"):
+            await here.ask("session_events", actor=droid, session_id=session_id)
         rows = await here.rows("SELECT operation, outcome, target FROM audit WHERE outcome <> 'ok' ORDER BY id")
         assert rows == [
             ("session_message", "refused: forbidden", session_id),
@@ -570,6 +574,7 @@ async def test_what_an_operation_itself_refuses_is_in_the_audit_too(tmp_path: Pa
             ("caller_tool_progress", "refused: not_found", session_id),
             ("token_revoke", "refused: forbidden", None),
             ("session_spawn", "refused: invalid_params", None),
+            ("session_events", "refused: not_found", session_id),
         ]
 
 

@@ -7,7 +7,7 @@ from oubliette.server.errors import Conflict, NotFound, Unauthenticated
 from oubliette.server.storage.database import Tx
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tokens import tokens
-from oubliette.server.tokens.token import Scope, Token
+from oubliette.server.tokens.token import Reach, Scope, Token
 from oubliette.server.tokens.tokens import Tokens
 
 
@@ -71,6 +71,33 @@ async def test_an_expired_token_is_refused_from_its_moment_on(database: SqliteDa
     with pytest.raises(Unauthenticated):
         await keys.verify(issued.secret)
     assert not await keys.is_live(issued.token.id)
+
+
+PROJECT = "11111111-1111-4111-8111-111111111111"
+
+
+@pytest.mark.parametrize(
+    ("written", "scope", "project_id"),
+    [
+        ("admin", Scope.ADMIN, None),
+        ("write", Scope.WRITE, None),
+        ("read", Scope.READ, None),
+        (f"project:{PROJECT}", Scope.WRITE, PROJECT),
+        (f"project:{PROJECT}:ro", Scope.READ, PROJECT),
+    ],
+)
+def test_what_a_token_may_is_read_as_it_is_written(written: str, scope: Scope, project_id: str | None):
+    reach = Reach.parse(written)
+    assert reach == Reach(scope=scope, project_id=project_id)
+    assert str(reach) == written
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "Admin", "read\n", "project:", "project:x", f"project:{PROJECT}:rw", f"project:{PROJECT}\n", PROJECT],
+)
+def test_what_is_written_otherwise_is_no_scope(written: str):
+    assert Reach.parse(written) is None
 
 
 @pytest.mark.parametrize("by", ["id", "name"])

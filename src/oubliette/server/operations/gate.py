@@ -65,7 +65,7 @@ class Gate:
             raise UnknownTool(f"no tool is named {name!r}")
         try:
             if not allowed(operation, asked.actor):
-                raise Forbidden(f"{name} is not allowed for this token's scope ({asked.actor.scope.value})")
+                raise Forbidden(f"{name} is not allowed for this token's scope ({asked.actor.reach})")
             params = _params(operation, arguments)
             await self._check_target(operation, asked.actor, params)
         except OublietteError as refusal:
@@ -91,12 +91,12 @@ class Gate:
             return
         session_id: str | None = None if operation.target is Target.PROJECT else params.session_id
         if session_id is None:
-            if actor.project_id is not None and params.project_id not in (None, actor.project_id):
-                raise NotFound(f"no project {params.project_id!r} for this token")
+            if params.project_id is not None and not actor.reaches(params.project_id):
+                raise NotFound(f"no project {params.project_id!r}: project_list shows them", hidden=True)
             return
         session = await self._rooms.sessions.get(session_id)
-        if actor.project_id is not None and session.project_id != actor.project_id:
-            raise NotFound(f"no session {session_id!r} for this token")
+        if not actor.reaches(session.project_id):
+            raise NotFound(f"no session {session_id!r}: session_list shows them", hidden=True)
         if operation.target is Target.SESSION_OR_PROJECT and params.project_id not in (None, session.project_id):
             raise NotFound(f"no session {session_id!r} in project {params.project_id!r}: leave project_id out")
         if actor.derived and actor.session_id is not None:
@@ -107,8 +107,7 @@ class Gate:
     async def _refused(
         self, asked: Asked, operation: Operation[Any], arguments: bytes | dict[str, Any], refusal: OublietteError
     ) -> None:
-        """A question that is merely wrong is nobody's concern; what was not allowed is, and what would have changed."""
-        if not operation.writes and not isinstance(refusal, Forbidden):
+        if not _is_noted(operation, refusal):
             return
         outcome = f"refused: {refusal.kind}"
         target = _named(arguments)
@@ -119,6 +118,12 @@ class Gate:
             await audit.write(tx, now, entry)
 
         await self._rooms.database.write(write)
+
+
+def _is_noted(operation: Operation[Any], refusal: OublietteError) -> bool:
+    """A question that is merely wrong is nobody's concern; what was not allowed is, and what would have changed."""
+    out_of_reach = isinstance(refusal, NotFound) and refusal.hidden
+    return operation.writes or out_of_reach or isinstance(refusal, Forbidden)
 
 
 def check_owner(actor: Actor, session: Session) -> None:

@@ -13,6 +13,7 @@ from oubliette.server.projects import projects
 from oubliette.server.projects.projects import Project, Workspace
 from oubliette.server.sessions.messages import AUTONOMY
 from oubliette.server.storage.database import Tx
+from oubliette.server.tokens import tokens
 from oubliette.server.tokens.token import Scope
 
 ProjectId = Annotated[str, Meta(description="The project's id.")]
@@ -153,6 +154,7 @@ async def delete(rooms: Rooms, asked: Asked, params: ProjectNamed) -> Deleted:
 
     async def write(tx: Tx) -> None:
         await projects.delete(tx, params.project_id)
+        await tokens.revoke_narrowed(tx, params.project_id, now)
         await audit.write(tx, now, asked.entry("project_delete", params.project_id))
         await asked.keep(tx, deleted)
 
@@ -242,7 +244,8 @@ OPERATIONS = (
         target=Target.PROJECT,
         params=ProjectNamed,
         result=Deleted,
-        summary="Delete a project with its workspaces' files and its sessions' records. Refused while one is live.",
+        summary="Delete a project with its workspaces' files, its sessions' records and the tokens narrowed to it."
+        " Refused while a session is live.",
         run=delete,
         writes=True,
         destructive=True,

@@ -1,22 +1,31 @@
 """Operations on tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
+from oubliette.server.errors import InvalidParams
 from oubliette.server.limits import NAME_CHARS, TOKEN_LIFE_S_MAX
 from oubliette.server.operations.choices import Limit, Offset
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.projects import projects
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens import tokens
-from oubliette.server.tokens.token import Scope, Token
+from oubliette.server.tokens.token import Reach, Scope, Token
 
 
 class TokenCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="Unique among tokens that live.")]
-    scope: Literal["admin", "write", "read"]
+    scope: Annotated[
+        str,
+        Meta(
+            max_length=NAME_CHARS,
+            description="admin, write or read; or project:<id> to write in one project alone, project:<id>:ro to read"
+            " it.",
+        ),
+    ]
     expires_in_s: (
         Annotated[float, Meta(gt=0, le=TOKEN_LIFE_S_MAX, description="Lives so many seconds; without, until revoked.")]
         | None
@@ -64,19 +73,27 @@ class TokenRevoked(msgspec.Struct, kw_only=True):
 async def create(rooms: Rooms, asked: Asked, params: TokenCreate) -> TokenCreated:
     now = rooms.clock.now()
     expires_at = now + params.expires_in_s if params.expires_in_s is not None else None
+    reach = Reach.parse(params.scope)
+    if reach is None:
+        raise InvalidParams(
+            f"scope {params.scope!r} is none: admin, write, read, or for one project project:<id> or project:<id>:ro"
+        )
 
     async def write(tx: Tx) -> TokenCreated:
+        if reach.project_id is not None:
+            await projects.get(tx, reach.project_id)
         issued = await tokens.issue(
             tx,
             name=params.name,
-            scope=Scope(params.scope),
+            scope=reach.scope,
+            project_id=reach.project_id,
             now=now,
             expires_at=expires_at,
             creator=asked.actor.principal,
         )
         await audit.write(tx, now, asked.entry("token_create", issued.token.id))
         created = TokenCreated(
-            id=issued.token.id, token=issued.secret, name=params.name, scope=params.scope, expires_at=expires_at
+            id=issued.token.id, token=issued.secret, name=params.name, scope=str(reach), expires_at=expires_at
         )
         await asked.keep(tx, created)
         return created
@@ -88,7 +105,7 @@ def _shown(token: Token) -> TokenShown:
     return TokenShown(
         id=token.id,
         name=token.name,
-        scope=token.scope.value,
+        scope=str(token.reach),
         hint=token.hint,
         created_at=token.created_at,
         expires_at=token.expires_at,

@@ -162,7 +162,7 @@ class Sessions:
         one = session
         while one.id != ancestor_id:
             if one.parent_id is None:
-                raise NotFound(f"no session {session_id!r} below this one")
+                raise NotFound(f"no session {session_id!r}: session_list shows them", hidden=True)
             one = await self.get(one.parent_id)
         return session
 

@@ -1,7 +1,10 @@
 """What a token is, and whom it makes its bearer."""
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+_NARROWED = re.compile(r"project:([0-9a-f-]{36})(:ro)?")
 
 
 class Scope(StrEnum):
@@ -14,6 +17,34 @@ class Scope(StrEnum):
     def covers(self, needed: "Scope") -> bool:
         ranks = (Scope.READ, Scope.WRITE, Scope.ADMIN)
         return ranks.index(self) >= ranks.index(needed)
+
+
+_WRITTEN = {scope.value: scope for scope in Scope}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What a token may, and where: everywhere, or in the one project that it is narrowed to.
+
+    Written `admin`, `write` or `read`; narrowed `project:<id>`, which writes there, or `project:<id>:ro`.
+    """
+
+    scope: Scope
+    project_id: str | None = None
+
+    def __str__(self) -> str:
+        if self.project_id is None:
+            return self.scope.value
+        return f"project:{self.project_id}" + (":ro" if self.scope is Scope.READ else "")
+
+    @classmethod
+    def parse(cls, written: str) -> "Reach | None":
+        if written in _WRITTEN:
+            return cls(scope=_WRITTEN[written])
+        narrowed = _NARROWED.fullmatch(written)
+        if narrowed is None:
+            return None
+        return cls(scope=Scope.READ if narrowed[2] else Scope.WRITE, project_id=narrowed[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +66,14 @@ class Actor:
     def inside(self) -> bool:
         return self.session_id is not None
 
+    @property
+    def reach(self) -> Reach:
+        return Reach(scope=self.scope, project_id=self.project_id)
+
+    def reaches(self, project_id: str) -> bool:
+        """Whether this project is there for the actor at all."""
+        return self.project_id in (None, project_id)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
@@ -51,3 +90,7 @@ class Token:
     expires_at: float | None
     revoked_at: float | None
     last_used_at: float | None
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(scope=self.scope, project_id=self.project_id)

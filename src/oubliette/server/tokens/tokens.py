@@ -215,6 +215,11 @@ async def revoke_derived(tx: Tx, session_id: str, now: float) -> None:
     await tx.run("UPDATE tokens SET revoked_at = ? WHERE session_id = ? AND revoked_at IS NULL", now, session_id)
 
 
+async def revoke_narrowed(tx: Tx, project_id: str, now: float) -> None:
+    """A token that is narrowed to a project dies with it."""
+    await tx.run("UPDATE tokens SET revoked_at = ? WHERE project_id = ? AND revoked_at IS NULL", now, project_id)
+
+
 async def forget_derived(tx: Tx, revoked_before: float, rows: int) -> int:
     """Delete so many derived keys that died long ago; the audit keeps who used them."""
     return await tx.run(
