@@ -528,6 +528,22 @@ async def test_limits_are_those_of_a_project_or_of_a_session_and_its_project(tmp
             assert project not in str(refused.value), "and does not learn whose it is"
 
 
+@pytest.mark.parametrize(("name", "setting"), [("max_recursion_depth", 3), ("max_agents_per_session", 50)])
+async def test_a_projects_bounds_are_numbers_within_the_servers(tmp_path: Path, name: str, setting: int):
+    async with world(tmp_path / "h") as here:
+        for wrong, why in (
+            (-1, "Expected `int` >= 0"),
+            (setting + 1, rf"{name} {setting + 1} is more than .* bound, which is {setting}"),
+            (10**30, "out of range|bound"),
+        ):
+            with pytest.raises(InvalidParams, match=why):
+                await here.project("wrong", **{name: wrong})
+        assert (await here.ask("project_list"))["projects"] == []
+        for right in (0, setting):
+            project = await here.project("right", **{name: right})
+            assert (await here.ask("project_get", project_id=project))[name] == right
+
+
 async def test_a_droids_list_of_sessions_is_its_tree_and_takes_every_parameter(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()

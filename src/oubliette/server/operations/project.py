@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from oubliette.server import audit
+from oubliette.server.errors import InvalidParams
 from oubliette.server.limits import BULK_ROWS, NAME_CHARS, TEXT_CHARS
 from oubliette.server.operations.choices import ChosenAutonomy, Limit, Offset
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
@@ -23,12 +24,14 @@ class ProjectCreate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="For people; need not be unique.")]
     description: Annotated[str, Meta(max_length=TEXT_CHARS)] = ""
     autonomy: ChosenAutonomy | None = None
-    max_recursion_depth: Annotated[
-        int | None, Meta(description="How deep its sessions may start sessions, within the server's bound.")
-    ] = None
-    max_agents_per_session: Annotated[
-        int | None, Meta(description="How many sessions may descend from one, within the server's bound.")
-    ] = None
+    max_recursion_depth: (
+        Annotated[int, Meta(ge=0, description="How deep its sessions may start sessions, within the server's bound.")]
+        | None
+    ) = None
+    max_agents_per_session: (
+        Annotated[int, Meta(ge=0, description="How many sessions may descend from one, within the server's bound.")]
+        | None
+    ) = None
 
 
 class ProjectShown(msgspec.Struct, kw_only=True):
@@ -96,8 +99,16 @@ def _shown(project: Project) -> ProjectShown:
     )
 
 
+def _check(name: str, wanted: int | None, bound: int) -> None:
+    if wanted is not None and wanted > bound:
+        raise InvalidParams(f"{name} {wanted} is more than this server's bound, which is {bound}")
+
+
 async def create(rooms: Rooms, asked: Asked, params: ProjectCreate) -> ProjectShown:
     now = rooms.clock.now()
+    bounds = rooms.messages.bounds
+    _check("max_recursion_depth", params.max_recursion_depth, bounds.max_depth)
+    _check("max_agents_per_session", params.max_agents_per_session, bounds.max_descendants)
     autonomy = params.autonomy
     if asked.actor.session_id is not None:
         # What is configured out of a box allows no more than that box.
