@@ -29,14 +29,14 @@ CHILD = json.dumps({"tool": "session_message", "args": {"message": '<<plan [{"sa
 TOOLS: dict[str, Any] = {"caller_id": "ant", "caller_tools": [{"name": "echo"}]}
 
 
-async def until(here: World, session_id: str, kind: str) -> dict[str, Any]:
-    """Wait until the session's log holds an event of this type; the first of them."""
+async def until(here: World, session_id: str, kind: str, **fields: Any) -> dict[str, Any]:
+    """Wait until the session's log holds an event of this type with these fields; the first of them."""
     since = -1
     async with asyncio.timeout(20):
         while True:
             page = await here.ask("session_events", session_id=session_id, since_index=since, wait_seconds=5)
             for event in page["events"]:
-                if event["type"] == kind:
+                if event["type"] == kind and all(event[name] == value for name, value in fields.items()):
                     return event
             since = page["last_index"]
 
@@ -612,8 +612,14 @@ async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tm
     async with world(tmp_path / "h") as here:
         project, ant = await here.project(), await here.caller("ant")
         session_id = (await here.run(project, '[{"say": "x"}]', actor=ant))["session_id"]
+        sleeping = {"session_id": session_id, "message": '<<plan [{"sleep": 60}]>>'}
         await here.ask("session_cancel", actor=ant, session_id=session_id)
-        await here.ask("session_end", actor=ant, session_id=session_id)
+        await here.ask("session_message", actor=ant, **sleeping)
+        await until(here, session_id, "turn_started", turn=2)
+        await here.ask("session_cancel", actor=ant, session_id=session_id)
+        for _ in range(2):
+            await here.ask("session_end", actor=ant, session_id=session_id)
+        await here.ask("project_delete", actor=ant, project_id=project)
         with pytest.raises(Forbidden):
             await here.ask("token_create", actor=ant, name="n", scope="admin")
         rows = await here.rows("SELECT operation, outcome, token_id FROM audit ORDER BY id")
@@ -621,11 +627,16 @@ async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tm
             ("project_create", "ok"),
             ("token_create", "ok"),
             ("session_message", "ok"),
+            ("session_cancel", "nothing open"),
+            ("session_message", "ok"),
             ("session_cancel", "ok"),
             ("session_end", "ok"),
+            ("session_end", "ended already"),
+            ("project_delete", "begun"),
+            ("project_delete", "ok"),
             ("token_create", "refused: forbidden"),
         ]
-        assert [token for _, _, token in rows] == [None, None, *[ant.token_id] * 4]
+        assert [token for _, _, token in rows] == [None, None, *[ant.token_id] * 9]
 
 
 async def test_without_isolation_the_built_in_droid_runs_and_refuses_commands(tmp_path: Path):

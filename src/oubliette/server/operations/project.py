@@ -159,9 +159,17 @@ async def listed(rooms: Rooms, asked: Asked, params: ProjectList) -> ProjectsSho
 async def delete(rooms: Rooms, asked: Asked, params: ProjectNamed) -> Deleted:
     now = rooms.clock.now()
     deleted = Deleted(id=params.project_id, deleted=True)
-    # Nobody waits on the loop while a large log goes.
-    while await rooms.database.write(lambda tx: projects.empty(tx, params.project_id, BULK_ROWS)):
-        pass
+
+    async def begin(tx: Tx) -> int:
+        gone = await projects.empty(tx, params.project_id, BULK_ROWS)
+        if gone:
+            # What goes before the last commit is told of, though the server may not live to make that.
+            await audit.write(tx, now, asked.entry("project_delete", params.project_id, outcome="begun"))
+        return gone
+
+    gone = await rooms.database.write(begin)
+    while gone:  # nobody waits on the loop while a large log goes
+        gone = await rooms.database.write(lambda tx: projects.empty(tx, params.project_id, BULK_ROWS))
 
     async def write(tx: Tx) -> None:
         await projects.delete(tx, params.project_id)

@@ -108,6 +108,10 @@ class LiveSession:
     def workspace_id(self) -> str:
         return self._row.workspace_id
 
+    @property
+    def has_open_turn(self) -> bool:
+        return self._open_turn is not None
+
     # -- asked by operations ------------------------------------------------------------------------------------
 
     def wake(self) -> None:

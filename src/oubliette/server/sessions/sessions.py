@@ -70,6 +70,7 @@ class Sessions:
         async def write(tx: Tx) -> tuple[rows.Session, bool]:
             current = await rows.get(tx, session_id)
             if not current.is_live:
+                await _note(tx, actor, door, "session_end", session_id, now, "ended already")
                 return current, False
             open_turn = await rows.next_turn(tx, session_id)
             if open_turn is not None:
@@ -109,12 +110,14 @@ class Sessions:
     async def cancel(self, actor: Actor, door: str, session_id: str) -> bool:
         """Cancel the open turn; what is queued stays queued."""
         now = self._rooms.clock.now()
+        live = self._live.get(session_id)
+        outcome = "ok" if live is not None and live.has_open_turn else "nothing open"
 
         async def write(tx: Tx) -> None:
-            await _note(tx, actor, door, "session_cancel", session_id, now)
+            await _note(tx, actor, door, "session_cancel", session_id, now, outcome)
 
+        # Before it is done: whoever asks may leave while the droid is still letting go.
         await self._rooms.database.write(write)
-        live = self._live.get(session_id)
         return await live.cancel() if live is not None else False
 
     def _over(self, session_id: str) -> None:
@@ -167,8 +170,8 @@ class Sessions:
         return session
 
 
-async def _note(tx: Tx, actor: Actor, door: str, operation: str, target: str, now: float) -> None:
-    await audit.write(tx, now, audit.entry(actor, door=door, operation=operation, outcome="ok", target=target))
+async def _note(tx: Tx, actor: Actor, door: str, operation: str, target: str, now: float, outcome: str = "ok") -> None:
+    await audit.write(tx, now, audit.entry(actor, door=door, operation=operation, outcome=outcome, target=target))
 
 
 def _nobody(session_id: str) -> None:
