@@ -34,6 +34,7 @@ from oubliette.server.endpoints.local import local_door
 from oubliette.server.endpoints.mcp.headers import Doors
 from oubliette.server.endpoints.mcp.product import Product
 from oubliette.server.endpoints.mcp.sessions import McpSessions
+from oubliette.server.endpoints.mcp.strangers import Strangers
 from oubliette.server.endpoints.mcp.transport import McpEndpoint
 from oubliette.server.endpoints.relay import Relay
 from oubliette.server.errors import NotConfigured, OublietteError
@@ -291,7 +292,8 @@ class App:
         )
         self._relay = Relay(self._boxed, tasks)
         sessions.declared = self._relay.redeclared
-        self.product = Product(rooms, self.gate, carriers, version=version("oubliette"))
+        self._strangers = Strangers(database, clock, tasks)
+        self.product = Product(rooms, self.gate, carriers, self._strangers, version=version("oubliette"))
         self.mcp_sessions = McpSessions(database, clock)
 
     async def start(self) -> str | None:
@@ -314,6 +316,7 @@ class App:
 
     async def close(self) -> None:
         """Close the doors to the boxes and leave the boxes running."""
+        await self._strangers.close()
         await self._runtime.close()
         self._relay.close()
 

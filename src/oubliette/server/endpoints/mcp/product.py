@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from oubliette.server import audit
 from oubliette.server.caller_tools.carriers import Carriers
 from oubliette.server.endpoints import failures
 from oubliette.server.endpoints.mcp.contract import (
@@ -28,12 +27,12 @@ from oubliette.server.endpoints.mcp.contract import (
     ToolResult,
 )
 from oubliette.server.endpoints.mcp.pushing import Pushed, Standing, Standings, Updates
+from oubliette.server.endpoints.mcp.strangers import Strangers
 from oubliette.server.endpoints.mcp.versions import Era
 from oubliette.server.errors import OublietteError, Unauthenticated
 from oubliette.server.operations.gate import Gate
 from oubliette.server.operations.operation import Asked, Operation, Rooms
 from oubliette.server.operations.schemas import schema
-from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Actor
 
 TEMPLATE: Final = "oubliette://sessions/{session_id}/caller-requests"
@@ -41,7 +40,6 @@ _REQUESTS: Final = re.compile(r"oubliette://sessions/([A-Za-z0-9_]{1,64})/caller
 # The operation that a read of the resource, and a subscription to it, are judged by.
 _PENDING: Final = "caller_tool_pending"
 ERROR_META: Final = "dev.oubliette/error"
-STRANGERS_NOTED_EVERY_S: Final = 1.0
 
 _INSTRUCTIONS: Final = (
     "oubliette runs coding agents (droids) in boxes without network or secrets. session_message starts a session and"
@@ -64,12 +62,11 @@ class Product:
         "resources/templates/list": Freshness(300_000),
     }
 
-    def __init__(self, rooms: Rooms, gate: Gate, carriers: Carriers, *, version: str) -> None:
+    def __init__(self, rooms: Rooms, gate: Gate, carriers: Carriers, strangers: Strangers, *, version: str) -> None:
         self._rooms = rooms
         self._gate = gate
         self._standings = Standings(rooms.events, rooms.following, carriers)
-        self._strangers = 0  # turned away since the last audit row about them
-        self._strangers_noted_at = -STRANGERS_NOTED_EVERY_S
+        self._strangers = strangers
         self.info: Mapping[str, str] = {"name": "oubliette", "title": "oubliette", "version": version}
         self.instructions: str | None = _INSTRUCTIONS
 
@@ -80,24 +77,9 @@ class Product:
     async def authenticate(self, bearer: str | None) -> Actor:
         try:
             return await self._rooms.tokens.verify(bearer)
-        except Unauthenticated as refusal:
-            self._strangers += 1
-            await self._note_strangers(refusal.kind)
+        except Unauthenticated:
+            self._strangers.turned_away()
             raise
-
-    async def _note_strangers(self, kind: str) -> None:
-        """One audit row a second at most: who may not come in may not fill the disk either."""
-        now, count = self._rooms.clock.monotonic(), self._strangers
-        if now - self._strangers_noted_at < STRANGERS_NOTED_EVERY_S:
-            return
-        self._strangers_noted_at, self._strangers = now, 0
-        outcome = f"refused: {kind}" if count == 1 else f"refused: {kind}, {count} times"
-        entry, at = audit.entry(None, door="mcp", operation="authenticate", outcome=outcome), self._rooms.clock.now()
-
-        async def write(tx: Tx) -> None:
-            await audit.write(tx, at, entry)
-
-        await self._rooms.database.write(write)
 
     async def still_valid(self, actors: Sequence[Actor]) -> Sequence[bool]:
         return [actor.token_id is not None and await self._rooms.tokens.is_live(actor.token_id) for actor in actors]
