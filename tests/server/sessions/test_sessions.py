@@ -56,6 +56,27 @@ async def test_a_message_starts_a_session_and_the_next_one_continues_it(tmp_path
         assert shown["status"] == "idle"
 
 
+async def test_a_session_shows_what_its_turns_used_together(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        for word in ("one", "two", "three"):
+            session_id = (await here.run(project, f'[{{"say": "{word}"}}]'))["session_id"]
+        assert "usage" not in await here.ask("session_get", session_id=session_id), "this droid counts nothing"
+        for number, usage in ((1, '{"input_tokens":3,"total_tokens":9223372036854775807}'), (3, '{"input_tokens":4}')):
+            await here.database.write(
+                lambda tx, number=number, usage=usage: tx.run(
+                    "UPDATE turns SET usage = ? WHERE session_id = ? AND number = ?", usage, session_id, number
+                )
+            )
+        shown = await here.ask("session_get", session_id=session_id, turns=0)
+        assert shown["usage"] == {"input_tokens": 7, "total_tokens": 2**63 - 1}
+        ended = await here.ask("session_end", session_id=session_id)
+        assert ended["status"] == "completed"
+        for operation in ("session_events", "session_watch"):
+            told = await here.ask(operation, session_id=session_id)
+            assert "error" not in told, "it ended and did not fail"
+
+
 async def test_the_log_is_dense_and_pages_lose_nothing(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()
@@ -269,6 +290,8 @@ async def test_a_session_that_idles_for_too_long_is_ended(tmp_path: Path):
         session_id = (await here.run(project, '[{"say": "x"}]', oubliette_scope="read"))["session_id"]
         await here.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
         assert (await here.ask("session_get", session_id=session_id))["status"] == "timed_out"
+        for operation in ("session_events", "session_watch"):
+            assert (await here.ask(operation, session_id=session_id))["error"] == "idle for too long"
         # By the commit that the watcher saw: a server that dies right after it leaves no key behind.
         assert await here.rows("SELECT revoked_at IS NULL FROM tokens WHERE session_id = ?", session_id) == [(0,)]
 

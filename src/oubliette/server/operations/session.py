@@ -28,6 +28,7 @@ from oubliette.server.sessions.messages import Autonomy, Messaged, Wanted
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Scope
 
+FAILURES = (State.FAILED, State.TIMED_OUT)
 SessionId = Annotated[str, Meta(description="The session's id.")]
 Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Wait so many seconds at most.")]
 
@@ -156,6 +157,9 @@ class SessionShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     children: list[str] | None = None
     pending_caller_requests: int = 0
     turns: list[TurnShown] | None = None
+    usage: Annotated[
+        dict[str, int] | None, Meta(description="The tokens that all its turns used, where the droid counts them.")
+    ] = None
 
 
 class SessionsShown(msgspec.Struct, kw_only=True):
@@ -374,6 +378,7 @@ async def get(rooms: Rooms, asked: Asked, params: SessionGet) -> SessionShown:
     async def read(tx: Tx) -> SessionShown:
         shown = _shown(rooms, await rows.get(tx, params.session_id))
         shown.children = [child.id for child in await rows.children(tx, params.session_id)]
+        shown.usage = await rows.usage(tx, params.session_id) or None
         if params.turns:
             turns = await rows.turns(tx, params.session_id, last=params.turns)
             shown.turns = [_turn_shown(turn) for turn in turns]
@@ -435,6 +440,7 @@ class EventsShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     events: list[Any]
     completed: bool
     failed: bool
+    error: Annotated[str | None, Meta(description="Why the session failed, where it did.")] = None
     cursor: Annotated[str | None, Meta(description="With include_children: pass it on for the next page.")] = None
     pending_caller_requests: int = 0
     final_response: Annotated[str | None, Meta(description="The last turn's text, once no turn is open.")] = None
@@ -470,11 +476,16 @@ async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsSho
         more=more,
         events=shown,
         completed=current.state is State.COMPLETED,
-        failed=current.state in (State.FAILED, State.TIMED_OUT),
+        failed=current.state in FAILURES,
+        error=_error(current),
         cursor=cursor,
         pending_caller_requests=rooms.exchange.pending_count(session.id),
         final_response=turns[-1].text if turns and turns[-1].ended_at is not None else None,
     )
+
+
+def _error(session: rows.Session) -> str | None:
+    return session.reason if session.state in FAILURES else None
 
 
 def _promise(rooms: Rooms, asked: Asked, session: rows.Session) -> None:
@@ -491,6 +502,7 @@ class Watched(msgspec.Struct, kw_only=True, omit_defaults=True):
     events: Annotated[
         list[Any], Meta(description="Where this request takes no notifications, the events themselves.")
     ] = []
+    error: Annotated[str | None, Meta(description="Why the session failed, where it did.")] = None
     final_response: str | None = None
 
 
@@ -508,6 +520,7 @@ async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
         last_index=seen.last_index,
         ended_by=ended_by,
         events=seen.kept,
+        error=_error(current),
         final_response=turns[-1].text if turns and turns[-1].ended_at is not None else None,
     )
 

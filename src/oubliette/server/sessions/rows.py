@@ -72,6 +72,7 @@ _SESSION = (
     " stream_id, next_index, turns, external_id, source, created_at, updated_at, ended_at"
 )
 _TURN = "number, prompt, state, source, created_at, started_at, ended_at, stop_reason, text, error, usage"
+_COUNT_MAX = 2**63 - 1  # beyond it JSON's readers end
 _choices = msgspec.json.Decoder(Choices).decode
 _declaration = msgspec.json.Decoder(Declaration).decode
 _encode = msgspec.json.Encoder().encode
@@ -296,6 +297,16 @@ async def turns(tx: Tx, session_id: str, *, last: int) -> list[Turn]:
         last,
     )
     return [_turn(row) for row in reversed(rows)]
+
+
+async def usage(tx: Tx, session_id: str) -> dict[str, int]:
+    """What the turns of a session used together, by what their droid said."""
+    total: dict[str, int] = {}
+    for (told,) in await tx.all("SELECT usage FROM turns WHERE session_id = ? AND usage IS NOT NULL", session_id):
+        for name, count in msgspec.json.decode(told).items():
+            if isinstance(count, int) and count > 0:
+                total[name] = min(total.get(name, 0) + count, _COUNT_MAX)
+    return total
 
 
 async def begin_turn(tx: Tx, session_id: str, number: int, now: float) -> bool:
