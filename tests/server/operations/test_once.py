@@ -136,6 +136,22 @@ async def test_a_secret_outcome_is_told_once_and_kept_nowhere(database: SqliteDa
     assert work.runs == 1
 
 
+async def test_a_failure_behind_the_effect_does_not_hide_it(database: SqliteDatabase):
+    once, work = Once(database, SystemClock()), Work(failure=ValueError("later"), effect=(database, b"what counts"))
+    for _ in range(2):
+        assert await once.run("s", "key", "tool", b"{}", work) == b"what counts"
+    assert work.runs == 1
+
+
+async def test_a_failure_behind_a_secret_effect_is_told_and_the_key_is_not_free(database: SqliteDatabase):
+    once, work = Once(database, SystemClock()), Work(failure=Conflict("later"), effect=(database, b"the secret"))
+    with pytest.raises(Conflict):
+        await once.run("s", "key", "tool", b"{}", work, is_secret=True)
+    with pytest.raises(OutcomeUnknown, match="holds a secret"):
+        await once.run("s", "key", "tool", b"{}", work, is_secret=True)
+    assert work.runs == 1
+
+
 async def test_what_was_refused_changed_nothing_and_may_be_tried_again(database: SqliteDatabase):
     once = Once(database, SystemClock())
     with pytest.raises(Conflict):

@@ -1,12 +1,16 @@
 """A writing request out of a box happens at most once per call key.
 
 Its row is `running` before the operation begins and holds the outcome with the commit of the effect. The same key again
-joins what runs here, or gets the stored outcome; a row found running that nothing here runs was cut off by a crash
-before an effect was committed with it, and is answered `outcome_unknown` rather than run again blindly.
+joins what runs here, or gets the stored outcome; a row found running that nothing here runs was cut off by a crash,
+and is answered `outcome_unknown` rather than run again blindly.
+
+Two operations have an effect before the outcome is there. `session_cancel` moves no row but the agent: what it did is
+kept behind it. `project_delete` empties a large project in commits of its own, and keeps its outcome with the last.
 """
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from oubliette.server import ids
@@ -14,6 +18,8 @@ from oubliette.server.clock import Clock
 from oubliette.server.errors import CallKeyReused, InvalidParams, OutcomeUnknown
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.relay import CALL_KEY_MAX
+
+logger = logging.getLogger(__name__)
 
 KIND = "operation"
 
@@ -45,7 +51,8 @@ class Once:
         """Do the work and keep its outcome, or give what the same key got before.
 
         The work keeps its outcome with its effect; where it kept none, or has more to say by the end, that is kept
-        then. An outcome that is secret is kept nowhere.
+        then. What fails behind an effect does not hide it: the outcome is what was kept. One that is secret is kept
+        nowhere.
         """
         key = call_key or ids.new_key()
         if len(key) > CALL_KEY_MAX:
@@ -61,15 +68,10 @@ class Once:
             await self._keep(tx, session_id, key, None if is_secret else outcome)
 
         try:
-            self._mark("operation:after_row")
-            outcome = await work(keep)
-            self._mark("operation:after_effect")
-            await self._database.write(lambda tx: keep(tx, outcome))
+            outcome = await self._outcome(session_id, key, work, keep)
             future.set_result(outcome)
             return outcome
         except Exception as failure:
-            # What is raised instead of an outcome changed nothing: the key is free for another try.
-            await self._drop(session_id, key)
             future.set_exception(failure)
             future.exception()
             raise
@@ -77,6 +79,22 @@ class Once:
             # Cut off by the end of the server, the row stays `running`: nobody knows.
             future.cancel()
             del self._running[session_id, key]
+
+    async def _outcome(
+        self, session_id: str, key: str, work: Callable[[KeepOutcome], Awaitable[bytes]], keep: KeepOutcome
+    ) -> bytes:
+        try:
+            self._mark("operation:after_row")
+            outcome = await work(keep)
+            self._mark("operation:after_effect")
+            await self._database.write(lambda tx: keep(tx, outcome))
+            return outcome
+        except Exception:
+            kept = await self._give_up(session_id, key)
+            if kept is None:
+                raise
+            logger.exception("what follows an effect failed", extra={"session_id": session_id})
+            return kept
 
     async def _enter(self, session_id: str, key: str, tool: str, digest: bytes) -> Row | None:
         now = self._clock.now()
@@ -126,12 +144,19 @@ class Once:
             ids.call_uuid(session_id, key),
         )
 
-    async def _drop(self, session_id: str, key: str) -> None:
-        async def write(tx: Tx) -> None:
-            await tx.run(
-                "DELETE FROM calls WHERE session_id = ? AND request_id = ? AND state = 'running'",
-                session_id,
-                ids.call_uuid(session_id, key),
-            )
+    async def _give_up(self, session_id: str, key: str) -> bytes | None:
+        """Free the key for another try, unless an outcome is there: that one, if it is not a secret."""
+        call_id = ids.call_uuid(session_id, key)
 
-        await self._database.write(write)
+        async def write(tx: Tx) -> bytes | None:
+            found = await tx.one(
+                "SELECT outcome FROM calls WHERE session_id = ? AND request_id = ? AND state = 'done'",
+                session_id,
+                call_id,
+            )
+            if found is not None:
+                return found[0]
+            await tx.run("DELETE FROM calls WHERE session_id = ? AND request_id = ?", session_id, call_id)
+            return None
+
+        return await self._database.write(write)
