@@ -157,10 +157,16 @@ async def test_an_answer_after_the_end_of_its_session_does_nothing(here: Scene) 
         assert await here.events(session_id) == before
 
 
-async def test_a_revoked_owner_answers_nothing_any_more(here: Scene) -> None:
-    owner = await here.token("write")
-    async with here.caller(owner["token"]) as caller:
-        session_id = await here.rest(caller, context=lent(caller_tool_timeout_s=3))
+async def test_a_revoked_owner_answers_nothing_any_more_and_is_gone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    home = tmp_path_factory.mktemp("answers") / "home"
+    async with (
+        ServerProcess(home, disconnect_grace_s=0.5) as server,
+        scene(server) as here,
+        here.caller((owner := await here.token("write"))["token"]) as caller,
+    ):
+        session_id = await here.rest(caller, context=lent(caller_tool_timeout_s=20))
         async with here.box(session_id) as box:
             asked = await box.request("caller_tool", tool="any", arguments={})
             request = await caller.request()
@@ -175,7 +181,7 @@ async def test_a_revoked_owner_answers_nothing_any_more(here: Scene) -> None:
                 )
             )
             assert posted.status == 401
-            assert "error" in await box.answer(asked)
+            assert (await box.answer(asked))["error"]["data"]["kind"] == "disconnected"
 
 
 @pytest.mark.seed("CTR-SECURITY.1")
