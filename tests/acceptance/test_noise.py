@@ -14,7 +14,8 @@ from hypothesis import find, given, settings
 
 from tests.kit.mcp_caller import McpCaller
 from tests.kit.raw_http import connected as http_connected
-from tests.kit.scene import Scene, lent, scene
+from tests.kit.records import records
+from tests.kit.scene import ANY, Scene, lent, scene
 from tests.kit.server import ServerProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -62,6 +63,22 @@ async def bystander(here: Scene) -> AsyncGenerator[None]:
         assert calling.result() >= 5
 
 
+@asynccontextmanager
+async def answering(caller: McpCaller) -> AsyncGenerator[None]:
+    """A caller that answers what it is asked, until it is left."""
+
+    async def answer() -> None:
+        while True:
+            await caller.answer(await caller.requests.get(), "fine")
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(answer())
+        try:
+            yield
+        finally:
+            serving.cancel()
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),
@@ -87,12 +104,17 @@ METHODS = st.sampled_from(
         "exited",
     ]
 )
-PARAMS = st.dictionaries(
-    st.sampled_from(
-        ["tool", "arguments", "call_key", "api_key", "message", "session_id", "since_index", "key", "role", "instance"]
-    ),
-    JSON | st.just("any"),
-    max_size=5,
+PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tool": st.just("any") | JSON,
+        "arguments": st.dictionaries(st.text(max_size=8), JSON, max_size=3) | JSON,
+        "call_key": st.sampled_from(["one", "two", "three"]) | JSON,
+        **{
+            name: st.just("any") | JSON
+            for name in ("api_key", "message", "session_id", "since_index", "key", "role", "instance")
+        },
+    },
 )
 FRAMES = st.fixed_dictionaries(
     {},
@@ -105,6 +127,18 @@ FRAMES = st.fixed_dictionaries(
         "error": JSON,
         "type": METHODS | JSON,
     },
+).map(lambda frame: json.dumps(frame).encode())
+# Calls that are meant, and collide under their keys.
+CALLS = st.fixed_dictionaries(
+    {
+        "jsonrpc": st.just("2.0"),
+        "id": st.integers(1, 999),
+        "method": st.sampled_from(["caller_tool", "caller_tool", "cancel"]),
+        "params": st.fixed_dictionaries(
+            {"tool": st.just("any"), "call_key": st.sampled_from(["one", "two", "three"])},
+            optional={"arguments": st.fixed_dictionaries({"n": st.integers(0, 3)})},
+        ),
+    }
 ).map(lambda frame: json.dumps(frame).encode())
 LINES = FRAMES | st.binary(max_size=200).map(lambda line: line.replace(b"\n", b" "))
 
@@ -136,9 +170,9 @@ async def test_random_lines_before_attach_hurt_nobody(here: Scene) -> None:
 
 async def test_random_frames_from_an_attached_client_hurt_nobody(here: Scene) -> None:
     async with here.caller() as caller, bystander(here):
-        session_id = await here.rest(caller, context=lent([]))
-        async with here.box(session_id) as box:
-            for line in drawn(LINES, 400):
+        session_id = await here.rest(caller, context=lent([ANY]))
+        async with here.box(session_id) as box, answering(caller):
+            for line in drawn(LINES | CALLS, 600):
                 await box.write(line + b"\n")
             told = await box.ask("session_events", session_id=session_id)
             assert "result" in told, "the same connection still works"
@@ -147,8 +181,15 @@ async def test_random_frames_from_an_attached_client_hurt_nobody(here: Scene) ->
                 if "error" in frame:
                     assert isinstance(frame["error"]["code"], int)
                     assert frame["error"]["data"]["kind"] != "internal", frame
+            async with asyncio.timeout(10):
+                while records(here.server.home, "calls", session_id=session_id, state="pending"):
+                    await asyncio.sleep(0.02)
         shown = await caller.call("session_get", session_id=session_id)
         assert shown["status"] in ("idle", "running")
+        ends = {one["state"] for one in records(here.server.home, "calls", session_id=session_id, kind="caller_tool")}
+        assert "answered" in ends, "some of it was a call"
+        reused = records(here.server.home, "audit", session_id=session_id, outcome="refused: call_key_reused")
+        assert reused, "and some met another under its key"
 
 
 MESSAGES = st.fixed_dictionaries(
