@@ -280,10 +280,13 @@ async def test_a_client_in_the_box_that_does_not_read_is_cut_and_the_others_go_o
                 await caller.answer(await caller.request(), big)
             assert "result" in await other.ask("session_events", session_id=session_id)
             slow.transport.resume_reading()
-            read = 0
+            read, last = 0, None
             while (frame := await slow.frame()) is not None:
-                read += len(frame.get("result") or "")
+                read, last = read + len(frame.get("result") or ""), frame
             assert read < 40 * len(big), "what waited for it was bounded"
+            assert last is not None
+            assert last["error"]["data"]["kind"] == "too_large", "its last word is why"
+            assert "too slowly" in last["error"]["message"]
         assert "does not read" in here.server.log.read_text()
 
 

@@ -253,6 +253,26 @@ async def test_the_ninth_connection_of_a_box_is_refused_and_a_free_place_is_take
         assert await works(here, caller, session_id)
 
 
+async def test_a_peer_that_never_reads_its_last_words_is_cut_off(here: Scene) -> None:
+    async with here.caller() as caller:
+        session_id = await here.rest(caller, context=lent())
+        async with AsyncExitStack() as stack:
+            # The keeper has one, the droid's own client another; the slow one is the eighth.
+            for _ in range(5):
+                await stack.enter_async_context(here.box(session_id))
+            slow = await stack.enter_async_context(here.box(session_id))
+            slow.transport.pause_reading()
+            # Each answer is about a megabyte.
+            for _ in range(20):
+                await slow.request("caller_tool", tool="any", arguments={})
+            for _ in range(20):
+                await caller.answer(await caller.request(), "y" * 1_000_000)
+            assert not await admitted(here, session_id), "it has a few seconds to read why"
+            async with asyncio.timeout(15):
+                while not await admitted(here, session_id):
+                    await asyncio.sleep(0.1)
+
+
 async def test_a_droid_that_poses_as_the_server_is_not_believed_by_anybody(here: Scene) -> None:
     """What only a server or a keeper says, a client cannot: not to the server, and not to other clients."""
     async with here.caller() as caller:

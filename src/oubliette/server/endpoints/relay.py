@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 WRITE_BUFFER_MAX = 16 * 1024 * 1024
 OPEN_REQUESTS_MAX = 256
+# So long a peer has to read its last words.
+BYE_WAIT_S = 5.0
 
 
 def decoded(frame: jsonrpc.Frame, kind: type[S]) -> S:
@@ -60,6 +62,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._searched = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._parting: asyncio.Transport | None = None  # closing, with last words to be read
         self._open = 0  # requests that are being worked on
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._ids = 0
@@ -118,17 +121,19 @@ class Connection(asyncio.Protocol):
             return
         if transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
             logger.warning("a peer on a relay socket does not read: cut", extra={"box_id": self._door.box_id})
-            transport.abort()
+            said = f"this connection is read too slowly: more than {WRITE_BUFFER_MAX} bytes wait"
+            self._bye(failures.problem(jsonrpc.SERVER_ERROR, "too_large", said))
             return
         transport.writelines(lines)
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        transport = self._transport or self._parting
+        if transport is not None:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
-        self._transport = None
+        self._transport = self._parting = None
         if self._timer is not None:
             self._timer.cancel()
         self._door.connections.discard(self)
@@ -141,11 +146,16 @@ class Connection(asyncio.Protocol):
             self._relay.left(self._door, self)
 
     def _bye(self, problem: jsonrpc.ErrorObject, request_id: Any = None) -> None:
-        """Say why, and close."""
+        """Say why, and close; who does not read that in time is cut off."""
         transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.writelines([*self._lines, jsonrpc.error(request_id, problem)])
-            transport.close()
+        if transport is None:
+            return
+        transport.writelines([*self._lines, jsonrpc.error(request_id, problem)])
+        transport.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._parting = transport
+        self._timer = asyncio.get_running_loop().call_later(BYE_WAIT_S, self.abort)
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -193,7 +203,7 @@ class Connection(asyncio.Protocol):
             self._relay.refused(self._door, refusal)
             self._bye(failures.as_rpc(refusal), request_id)
             return
-        if self._timer is not None:
+        if self._timer is not None and self._transport is not None:
             self._timer.cancel()
         self.session_id = attached.session_id
         self.instance = asked.instance
