@@ -182,6 +182,59 @@ async def test_a_droid_calls_project_list_with_the_key_it_began_with(here: Scene
     assert [(one["target"], one["outcome"]) for one in rows] == [("project_list", "ok")] * 2
 
 
+async def test_every_call_and_every_refusal_leaves_a_row_that_says_how_it_ended(here: Scene) -> None:
+    key = await here.token("read")
+    writer = await here.token("write")
+    nobody = "00000000-0000-4000-8000-000000000000"
+    async with here.caller() as caller:
+        session_id = await here.rest(caller)
+
+        async def asked(whose: dict[str, Any], tool: str, call_key: str | None = None, **arguments: Any) -> None:
+            more = {"call_key": call_key} if call_key is not None else {}
+            call = {"api_key": whose["token"], "tool": tool, "arguments": arguments, **more}
+            async with here.box(session_id) as box:
+                await box.ask("oubliette_call_tool", **call)
+
+        def rows(whose: dict[str, Any]) -> list[tuple[str, str | None, str]]:
+            found = records(here.server.home, "audit", token_id=whose["id"])
+            return [(one["operation"], one["target"], one["outcome"]) for one in found]
+
+        await asked(key, "project_get", project_id=here.project_id)
+        await asked(key, "project_get", project_id=nobody)
+        await asked(key, "session_events", session_id=session_id, since_index=-7)
+        await asked(key, "no_such_tool")
+        await asked(key, "token_list")
+        call = "oubliette_call_tool"
+        assert rows(key) == [
+            (call, f"project_get {here.project_id}", "ok"),
+            (call, f"project_get {nobody}", "refused: not_found"),
+            (call, f"session_events {session_id}", "refused: invalid_params"),
+            (call, "no_such_tool", "refused: unknown_tool"),
+            ("token_list", None, "refused: forbidden"),
+        ]
+        await asked(writer, "workspace_delete", "mine", project_id=here.project_id, workspace_id="gone")
+        await asked(writer, "workspace_delete", "mine", project_id=here.project_id, workspace_id="another")
+        await asked(writer, "workspace_delete", "k" * 129, project_id=here.project_id, workspace_id="gone")
+        await asked(writer, "workspace_delete", project_id=nobody, workspace_id="gone")
+        assert rows(writer) == [
+            ("workspace_delete", "gone", "ok"),
+            ("workspace_delete", here.project_id, "refused: call_key_reused"),
+            ("workspace_delete", here.project_id, "refused: invalid_params"),
+            ("workspace_delete", nobody, "refused: not_found"),
+        ]
+        await here.server.ask("token_revoke", token_id=key["id"])
+        await asked(key, "project_get", project_id=here.project_id)
+        refused = records(here.server.home, "audit", operation=call, session_id=session_id, token_id=None)
+        assert [(one["target"], one["outcome"]) for one in refused] == [
+            (f"project_get {here.project_id}", "refused: unauthenticated")
+        ]
+        async with here.box(session_id) as box:
+            for message in ("one", "another"):
+                await box.ask("session_message", message=message, session_id=session_id, call_key="child")
+        (reused,) = records(here.server.home, "audit", session_id=session_id, outcome="refused: call_key_reused")[1:]
+        assert (reused["operation"], reused["target"]) == ("session_message", session_id)
+
+
 @pytest.mark.seed("OT-EXECUTION.2", "OTD-TESTING.7", "OTD-SECURITY.5", "OTD-START.5")
 async def test_a_droid_creates_a_project_with_its_callers_own_write_key(here: Scene) -> None:
     key = await here.token("write")

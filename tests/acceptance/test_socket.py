@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from oubliette.server.endpoints.relay import OPEN_REQUESTS_MAX
 from tests.kit.mcp_caller import McpCaller
 from tests.kit.records import records
-from tests.kit.scene import Scene, lent, scene
+from tests.kit.scene import Scene, lent, planned, scene
 from tests.kit.server import ServerProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -251,6 +252,110 @@ async def test_the_ninth_connection_of_a_box_is_refused_and_a_free_place_is_take
             while not await admitted(here, session_id):
                 await asyncio.sleep(0.05)
         assert await works(here, caller, session_id)
+
+
+def watch(key: dict[str, Any], session_id: str, **more: Any) -> dict[str, Any]:
+    """A read that goes on until the session ends."""
+    arguments = {"session_id": session_id, "wait_seconds": 3600, "until": "end"}
+    return {"api_key": key["token"], "tool": "session_watch", "arguments": arguments, **more}
+
+
+async def noted(here: Scene, count: int, **where: Any) -> None:
+    """Wait for so many audit rows."""
+    async with asyncio.timeout(10):
+        while len(records(here.server.home, "audit", **where)) < count:
+            await asyncio.sleep(0.02)
+
+
+async def test_what_a_client_only_waits_for_ends_with_its_connection(here: Scene) -> None:
+    key = await here.token("read")
+    async with here.caller() as caller:
+        session_id = await here.rest(caller, context=lent())
+        for n in range(1, 4):
+            async with here.box(session_id, instance="the same") as box:
+                for _ in range(20):
+                    await box.request("oubliette_call_tool", **watch(key, session_id))
+                assert "result" in await box.ask("oubliette_tools", api_key=key["token"])
+            await noted(here, 20 * n, token_id=key["id"], outcome="refused: cancelled")
+        assert await works(here, caller, session_id)
+
+
+async def test_a_call_of_a_callers_tool_does_not_end_with_its_connection(here: Scene) -> None:
+    async with here.caller() as caller:
+        session_id = await here.rest(caller, context=lent())
+        async with here.box(session_id, instance="the same") as box:
+            await box.request("caller_tool", tool="any", arguments={}, call_key="k")
+            request = await caller.request()
+        async with here.box(session_id, instance="the same") as box:
+            asked = await box.request("caller_tool", tool="any", arguments={}, call_key="k")
+            await caller.answer(request, "still wanted")
+            assert (await box.answer(asked))["result"] == "still wanted"
+
+
+async def test_a_box_has_so_many_requests_open_and_no_more_by_whatever_connection(here: Scene) -> None:
+    async with here.caller() as caller:
+        session_id = await here.rest(caller)
+        last = len(await here.events(session_id)) - 1
+        waiting = {"session_id": session_id, "since_index": last, "wait_seconds": 45}
+        async with here.box(session_id) as other:
+            async with here.box(session_id) as box:
+                for _ in range(OPEN_REQUESTS_MAX):
+                    await box.request("session_events", **waiting)
+                told = await box.ask("session_events", **waiting)
+                assert told["error"]["data"]["kind"] == "too_many"
+                told = await other.ask("session_events", **waiting)
+                assert told["error"]["data"]["kind"] == "too_many"
+            async with asyncio.timeout(10):
+                while "error" in (await other.ask("session_events", session_id=session_id)):
+                    await asyncio.sleep(0.05)
+
+
+async def test_what_waits_is_cancelled_by_its_key_whatever_it_is(here: Scene) -> None:
+    key = await here.token("write")
+    async with here.caller() as caller:
+        session_id = await here.rest(caller)
+        last = len(await here.events(session_id)) - 1
+        slow = planned([{"sleep": 30}])
+        message = {"session_id": session_id, "message": slow, "wait_seconds": 45}
+        asked: dict[str, tuple[str, dict[str, Any]]] = {
+            "a read": ("session_events", {"session_id": session_id, "since_index": last, "wait_seconds": 45}),
+            "a watch": ("oubliette_call_tool", watch(key, session_id)),
+            "a message": (
+                "oubliette_call_tool",
+                {"api_key": key["token"], "tool": "session_message", "arguments": message},
+            ),
+            "a child": ("session_message", {"message": slow, "wait_seconds": 45}),
+        }
+        async with here.box(session_id) as box, here.box(session_id) as other:
+            for name, (method, params) in asked.items():
+                waiting = await box.request(method, **params, call_key=name)
+                await box.notify("cancel", call_key="of nothing")
+                await box.notify("cancel", call_key=name, reason="enough")
+                began = time.monotonic()
+                told = await box.answer(waiting)
+                assert told["error"]["data"]["kind"] == "cancelled", name
+                assert time.monotonic() - began < 5, name
+            # Whichever connection says it.
+            waiting = await box.request("oubliette_call_tool", **watch(key, session_id), call_key="again")
+            assert "result" in await box.ask("oubliette_tools", api_key=key["token"])
+            await other.notify("cancel", call_key="again")
+            assert (await box.answer(waiting))["error"]["data"]["kind"] == "cancelled"
+        # What was begun goes on: the turn that was asked for, and the child.
+        await here.until(session_id, "turn_started", turn=2)
+        await here.until(session_id, "child_started")
+
+
+async def test_a_call_that_two_have_joined_and_one_cancels_is_cancelled_for_both(here: Scene) -> None:
+    async with here.caller() as caller:
+        session_id = await here.rest(caller, context=lent())
+        async with here.box(session_id) as one, here.box(session_id) as two:
+            first = await one.request("caller_tool", tool="any", arguments={}, call_key="k")
+            await caller.request()
+            second = await two.request("caller_tool", tool="any", arguments={}, call_key="k")
+            assert "result" in await two.ask("session_events", session_id=session_id)
+            await one.notify("cancel", call_key="k")
+            for told in (await one.answer(first), await two.answer(second)):
+                assert told["error"]["data"]["kind"] == "cancelled"
 
 
 async def test_a_peer_that_never_reads_its_last_words_is_cut_off(here: Scene) -> None:

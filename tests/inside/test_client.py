@@ -387,6 +387,14 @@ async def test_a_cancelled_call_is_cancelled_at_the_server_and_never_answered(bo
         assert not pending.done()
 
 
+async def test_a_cancelled_read_is_cancelled_at_the_server_too(box: Box) -> None:
+    async with RelayServer(box.folder) as relay, box.talk(relay) as host:
+        pending = host.call("session_events", {"session_id": "s", "wait_seconds": 30})
+        read = await relay.take(SessionEvents)
+        host.cancel(pending)
+        assert (await relay.take(Cancel)).params.call_key == read.params.call_key
+
+
 async def test_cancelling_what_is_finished_or_unknown_is_silent(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay) as host:
         pending = host.call("ant_echo")
@@ -402,16 +410,6 @@ async def test_cancelling_what_is_finished_or_unknown_is_silent(box: Box) -> Non
         await again
         assert relay.of(Cancel) == []
         assert b"cancel" not in host.log
-
-
-async def test_the_server_can_end_a_call(box: Box) -> None:
-    async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay) as host:
-        pending = host.call("ant_echo")
-        call = await relay.take(CallerTool)
-        relay.connection.notify("cancel", {"call_key": call.params.call_key, "reason": "session ended"})
-        result = await pending
-        assert error_of(result)["kind"] == "cancelled"
-        assert "session ended" in text(result)
 
 
 async def test_when_the_agent_leaves_every_open_call_is_cancelled_and_the_client_exits(box: Box) -> None:
@@ -556,7 +554,7 @@ async def test_a_droid_starts_and_follows_a_child(box: Box, era: Era) -> None:
         assert (await pending)["structuredContent"] == {"session_id": "gogol_child", "status": "working"}
         pending = host.call("session_events", {"session_id": "gogol_child", "since_index": 3})
         events = await relay.take(SessionEvents)
-        assert events.params == SessionEvents(session_id="gogol_child", since_index=3)
+        assert events.params == SessionEvents(session_id="gogol_child", since_index=3, call_key=events.params.call_key)
         events.fail(failure(-32000, "no such session", "not_found"))
         assert error_of(await pending)["kind"] == "not_found"
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from oubliette.wire import relay as wire
-from oubliette.wire.relay import Attach, CallerTool, Cancel, OublietteTools
+from oubliette.wire.relay import Attach, CallerTool, Cancel, OublietteTools, SessionEvents
 from tests.kit.boxed import Box
 from tests.kit.relay_server import Listed, RelayServer, failure, tool
 
@@ -65,6 +65,18 @@ async def test_a_call_in_flight_survives_a_server_that_dies_and_returns(box: Box
         instances = {each.params.instance for each in relay.of(Attach)}
         assert len(instances) == 1
         assert len(relay.of(Attach)) == 2
+
+
+async def test_a_read_in_flight_is_asked_again_of_the_next_server(box: Box) -> None:
+    async with RelayServer(box.folder) as relay, box.talk(relay) as host:
+        pending = host.call("session_events", {"session_id": "s", "wait_seconds": 30})
+        before = await relay.take(SessionEvents)
+        await relay.stop()
+        await relay.listen()
+        again = await relay.take(SessionEvents)
+        assert again.params == before.params
+        again.reply({"events": []})
+        assert (await pending)["structuredContent"] == {"events": []}
 
 
 async def test_many_restarts_lose_no_call(box: Box) -> None:

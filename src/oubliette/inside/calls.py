@@ -76,10 +76,10 @@ class Calls:
     def start(self, request: Request, name: str, route: Route, arguments: Json, now: float) -> Optional[Json]:
         """Open a call and write its frame; an error if it cannot be."""
         number = self.next_id
-        key = os.urandom(16).hex() if route.is_keyed else ""
+        key = os.urandom(16).hex()
         try:
             if route.kind == OWN:
-                parameters = dict(arguments, call_key=key) if route.is_keyed else arguments
+                parameters = dict(arguments, call_key=key)
                 text = '{"jsonrpc":"2.0","id":%d%s%s}\n' % (number, route.before, encode(parameters))
             else:
                 text = '{"jsonrpc":"2.0","id":%d%s%s,"call_key":"%s"}}\n' % (
@@ -143,14 +143,6 @@ class Calls:
         number = self._by_id.get(request_id)
         if number is not None:
             self._withdraw(number, reason if isinstance(reason, str) else "cancelled by the agent")
-
-    def withdrawn(self, parameters: Json) -> None:
-        """The server ends a call that it will not answer."""
-        number = self._number_of(parameters.get("call_key"))
-        if number is not None:
-            said = parameters.get("reason")
-            reason = ": " + said if isinstance(said, str) and said else ""
-            self.fail(number, error("cancelled", self._open[number][1] + ": the call was cancelled" + reason))
 
     def cancel_all(self, reason: str) -> None:
         for number in list(self._open):
@@ -249,8 +241,6 @@ class Calls:
 
     def _tell_cancel(self, number: int, call: Call, reason: str) -> None:
         """Cancel a call that the server has; said again on the next link unless the server has ended the call."""
-        if not call[3]:
-            return
         parameters = {"call_key": call[3], "reason": reason[:REASON_MAX]}
         text = '{"jsonrpc":"2.0","method":"cancel","params":%s}\n' % encode(parameters)
         frame = self._cancels[number] = text.encode("utf-8", "replace")

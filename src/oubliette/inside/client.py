@@ -227,8 +227,6 @@ class Client:
             self._list_may_have_changed(self.toolbox.declare(message["params"].get("tools")))
         elif method == "progress":
             self.calls.progressed(message["params"])
-        elif method == "cancel":
-            self.calls.withdrawn(message["params"])
 
     def _take_limits(self, answer: Json) -> None:
         longest: Any = answer.get("call_timeout_max_s")

@@ -123,14 +123,13 @@ CALL = 4
 class Route:
     """Where a call goes: the socket frame is `before`, the arguments, `after`, with the call key in between."""
 
-    __slots__ = ("before", "is_keyed", "kind", "parameters", "required")
+    __slots__ = ("before", "kind", "parameters", "required")
 
-    def __init__(self, kind: int, before: str = "", schema: Optional[Json] = None, is_keyed: bool = True) -> None:
+    def __init__(self, kind: int, before: str = "", schema: Optional[Json] = None) -> None:
         self.kind = kind
         self.before = before
         self.parameters: FrozenSet[str] = frozenset(schema["properties"] if schema else ())
         self.required = tuple(schema.get("required", ())) if schema else ()
-        self.is_keyed = is_keyed  # whether the method takes a call key
 
 
 def shown(name: str, tool: Json) -> Json:
@@ -214,9 +213,7 @@ class Toolbox:
     def _rebuild(self) -> bool:
         entries = self._caller + self._platform
         for tool in BASE_TOOLS:
-            method = tool["name"]
-            keyed = method == "session_message"
-            entries.append((tool, Route(OWN, ',"method":"%s","params":' % method, tool["inputSchema"], keyed)))
+            entries.append((tool, Route(OWN, ',"method":"%s","params":' % tool["name"], tool["inputSchema"])))
         if self._offers_search:
             kinds = {"tools_search": SEARCH, "tools_call": CALL}
             entries += [(tool, Route(kinds[tool["name"]], "", tool["inputSchema"])) for tool in SEARCH_TOOLS]

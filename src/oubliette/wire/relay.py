@@ -10,12 +10,17 @@ One JSON-RPC 2.0 object per line, both ways. The first line in is `attach`. Thre
 | `oubliette_tools`, `oubliette_call_tool` | client | request | the platform's tools: -32001 bad key, -32002 scope |
 | `session_message`, `session_events` | client | request | a droid starts and follows a child session |
 | `listed` | client | notification | the agent asked for its tools and was answered |
-| `cancel`, `progress` | either | notification | about a call key |
+| `cancel` | client | notification | `{call_key, reason}`: the answer is not wanted any more; see below |
+| `progress` | server | notification | what the caller says of a call under way, by its call key |
 | `caller_tools_config` | server | notification | the caller's tools, whole, whenever they change |
 | `tools_changed` | server | notification | the platform's tools may have changed: ask again |
 | `start`, `stdin`, `signal` | server | request | a droid's process |
 | `ack` | server | notification | output up to here is stored: the keeper may forget it |
 | `stdout`, `exited` | keeper | notification | numbered bytes of a process; its end |
+
+A cancelled request is answered by an error of kind `cancelled`, on every connection that joined it: a call of a
+caller's tool ends, and so does a read, or the wait behind a write. What a write has done stays done. The server cancels
+nothing at a client: a call that it ends is answered.
 """
 
 from typing import Annotated, Any, Literal
@@ -138,6 +143,7 @@ class SessionEvents(_Params, frozen=True):
     since_index: int = -1
     max_events: int = 100
     wait_seconds: float = 0
+    call_key: str | None = None  # for `cancel` alone: a read that comes again is a fresh one
 
 
 class Cancel(_Params, frozen=True):

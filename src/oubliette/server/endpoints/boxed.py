@@ -6,8 +6,8 @@ verified at every call. Whatever the key, the asking comes from inside: the gate
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -16,9 +16,10 @@ from oubliette.server import audit
 from oubliette.server.caller_tools.exchange import REFUSALS, Exchange
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.endpoints import failures
+from oubliette.server.endpoints.interest import Interest
 from oubliette.server.errors import Forbidden, OublietteError, Unauthenticated, UnknownTool
 from oubliette.server.limits import PENDING_CALLS_PER_SESSION, WATCH_S_MAX
-from oubliette.server.operations.gate import Gate
+from oubliette.server.operations.gate import Gate, target_of
 from oubliette.server.operations.once import KeepOutcome, Once
 from oubliette.server.operations.operation import Asked, Operation, Rooms
 from oubliette.server.operations.schemas import schema
@@ -29,6 +30,8 @@ from oubliette.server.tokens.token import Actor, Scope
 from oubliette.wire import relay
 
 logger = logging.getLogger(__name__)
+
+ERROR = "dev.oubliette/error"
 
 _encode = msgspec.json.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
@@ -149,43 +152,86 @@ class Boxed:
 
     # -- the platform's tools -----------------------------------------------------------------------------------
 
-    async def _actor(self, session_id: str, api_key: str, operation: str) -> Actor:
+    async def _actor(self, session_id: str, api_key: str, operation: str, target: str | None = None) -> Actor:
         try:
             return await self.rooms.tokens.verify(api_key, session_id=session_id)
         except Unauthenticated as refusal:
-            await self._refused(session_id, operation, refusal, None)
+            await self._refused(session_id, operation, refusal, target)
             raise
 
-    async def oubliette_tools(self, session_id: str, asked: relay.OublietteTools) -> object:
-        actor = await self._actor(session_id, asked.api_key, "oubliette_tools")
+    async def oubliette_tools(self, session_id: str, asked: relay.OublietteTools, interest: Interest) -> object:
+        async with interest.lasting():
+            actor = await self._actor(session_id, asked.api_key, "oubliette_tools")
         await self.note(audit.entry(actor, door="relay", operation="oubliette_tools", outcome="ok"))
         return {"tools": [_shown(operation) for operation in self.gate.offered(actor)]}
 
-    async def oubliette_call_tool(self, session_id: str, asked: relay.OublietteCallTool) -> object:
-        actor = await self._actor(session_id, asked.api_key, "oubliette_call_tool")
+    async def oubliette_call_tool(self, session_id: str, asked: relay.OublietteCallTool, interest: Interest) -> object:
+        interest.call_key = asked.call_key
         arguments = _encode_sorted(asked.arguments)
+        actor = await self._actor(session_id, asked.api_key, "oubliette_call_tool", _target(asked.tool, arguments))
         operation = self.gate.find(asked.tool)
 
         if operation is None or not operation.writes:
-            outcome = _encode(await self._operate(Asked(actor=actor, door="relay"), asked.tool, arguments))
-            # What writes leaves its row in its own transaction; a read leaves one here.
-            target = asked.tool[:128]
-            await self.note(
-                audit.entry(actor, door="relay", operation="oubliette_call_tool", outcome="ok", target=target)
-            )
+            outcome = await self._read(actor, asked.tool, arguments, interest)
         else:
 
             async def work(keep: KeepOutcome) -> bytes:
                 asking = _asking(actor, keep, lambda result: _encode(self._result(operation.name, result)))
                 return _encode(await self._operate(asking, operation.name, arguments))
 
-            outcome = await self.once.run(
-                session_id, asked.call_key, operation.name, arguments, work, is_secret=operation.shown_once
-            )
+            outcome = await self._once(actor, operation, asked.call_key, arguments, work)
             if operation.wait is not None:
-                outcome = await self._waited(Asked(actor=actor, door="relay"), operation, arguments, outcome)
+                async with interest.lasting():
+                    outcome = await self._waited(Asked(actor=actor, door="relay"), operation, arguments, outcome)
         self.mark("operation:before_reply")
         return msgspec.Raw(outcome)
+
+    async def _read(self, actor: Actor, tool: str, arguments: bytes, interest: Interest) -> bytes:
+        """Do what does not write. What writes leaves its row in its own transaction, a read leaves one here."""
+        entry = audit.entry(
+            actor, door="relay", operation="oubliette_call_tool", outcome="ok", target=_target(tool, arguments)
+        )
+        try:
+            async with interest.lasting():
+                result = await self._operate(Asked(actor=actor, door="relay"), tool, arguments)
+        except Forbidden:
+            raise  # the gate has noted it
+        except Exception as failure:
+            kind = failure.kind if isinstance(failure, OublietteError) else "internal"
+            await self.note(replace(entry, outcome=f"refused: {kind}"))
+            raise
+        refusal = result.get("_meta")
+        await self.note(replace(entry, outcome=f"refused: {refusal[ERROR]['kind']}") if refusal else entry)
+        return _encode(result)
+
+    async def _once(
+        self,
+        actor: Actor,
+        operation: Operation[Any],
+        call_key: str | None,
+        arguments: bytes,
+        work: Callable[[KeepOutcome], Awaitable[bytes]],
+    ) -> bytes:
+        assert actor.session_id is not None
+        has_begun = False
+
+        async def begin(keep: KeepOutcome) -> bytes:
+            nonlocal has_begun
+            has_begun = True
+            return await work(keep)
+
+        try:
+            return await self.once.run(
+                actor.session_id, call_key, operation.name, arguments, begin, is_secret=operation.shown_once
+            )
+        except OublietteError as refusal:
+            # What the operation refused, the gate has noted.
+            if not has_begun:
+                outcome, target = f"refused: {refusal.kind}", target_of(arguments)
+                await self.note(
+                    audit.entry(actor, door="relay", operation=operation.name, outcome=outcome, target=target)
+                )
+            raise
 
     async def _operate(self, asked: Asked, name: str, arguments: bytes) -> dict[str, Any]:
         """An operation as an MCP result: what the tool itself refuses is a result with `isError`."""
@@ -195,7 +241,7 @@ class Boxed:
             raise
         except OublietteError as failure:
             told = failures.as_rpc(failure)
-            meta = {"dev.oubliette/error": {"code": told.code, **(told.data or {})}}
+            meta = {ERROR: {"code": told.code, **(told.data or {})}}
             return {"content": [{"type": "text", "text": failure.message}], "isError": True, "_meta": meta}
         return self._result(name, result)
 
@@ -236,7 +282,8 @@ class Boxed:
             derived=True,
         )
 
-    async def session_message(self, session_id: str, asked: relay.SessionMessage) -> object:
+    async def session_message(self, session_id: str, asked: relay.SessionMessage, interest: Interest) -> object:
+        interest.call_key = asked.call_key
         actor = await self._creator(session_id)
         told: dict[str, Any] = {"message": asked.message, "wait_seconds": asked.wait_seconds}
         for name in ("session_id", "workspace_id", "create_workspace"):
@@ -251,12 +298,16 @@ class Boxed:
         async def work(keep: KeepOutcome) -> bytes:
             return _encode(await self.gate.effect(_asking(actor, keep, _encode), operation.name, arguments))
 
-        outcome = await self.once.run(session_id, asked.call_key, operation.name, arguments, work)
-        return await self.gate.waited(Asked(actor=actor, door="relay"), operation, arguments, outcome)
+        outcome = await self._once(actor, operation, asked.call_key, arguments, work)
+        async with interest.lasting():
+            return await self.gate.waited(Asked(actor=actor, door="relay"), operation, arguments, outcome)
 
-    async def session_events(self, session_id: str, asked: relay.SessionEvents) -> object:
-        actor = await self._creator(session_id)
-        return await self.gate.call(Asked(actor=actor, door="relay"), "session_events", _encode(asked))
+    async def session_events(self, session_id: str, asked: relay.SessionEvents, interest: Interest) -> object:
+        interest.call_key = asked.call_key
+        arguments = _encode(msgspec.structs.replace(asked, call_key=None))
+        async with interest.lasting():
+            actor = await self._creator(session_id)
+            return await self.gate.call(Asked(actor=actor, door="relay"), "session_events", arguments)
 
     # -- audit --------------------------------------------------------------------------------------------------
 
@@ -278,6 +329,12 @@ class Boxed:
                 target=target,
             )
         )
+
+
+def _target(tool: str, arguments: bytes) -> str:
+    """A tool, and what it was asked to be about."""
+    named = target_of(arguments)
+    return f"{tool[:128]} {named}" if named is not None else tool[:128]
 
 
 class _Stored(msgspec.Struct):

@@ -1,8 +1,8 @@
 """The relay socket, as the server speaks it: one connection per client or keeper of a box.
 
-Lines in, lines out. Every request is a task of the connection's own, so that none waits for another; what a client
-asked stays open when its connection goes, and is joined again by call key when it returns. Nothing here decides:
-operations, exchange and boxes do.
+Lines in, lines out. Every request is a task of its own, so that none waits for another. What a client asked to be done
+goes on when its connection goes, and is joined again by call key when it returns; what it only reads or waits for ends
+with the connection, to be asked again. Nothing here decides: operations, exchange and boxes do.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import msgspec
 from oubliette.server import audit
 from oubliette.server.endpoints import failures
 from oubliette.server.endpoints.boxed import Boxed
+from oubliette.server.endpoints.interest import Interest
 from oubliette.server.errors import (
     BoxFailed,
     DroidFailed,
@@ -25,6 +26,7 @@ from oubliette.server.errors import (
     Unauthenticated,
     UpgradeRequired,
 )
+from oubliette.server.limits import PENDING_CALLS_PER_SESSION, WAITERS_PER_CALL
 from oubliette.server.tasks import Tasks
 from oubliette.wire import jsonrpc, relay
 
@@ -32,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=msgspec.Struct)
 WRITE_BUFFER_MAX = 16 * 1024 * 1024
-OPEN_REQUESTS_MAX = 256
+# Of a box: more than all who may wait for its calls of caller tools, whose waits outlive a connection.
+OPEN_REQUESTS_MAX = 2 * PENDING_CALLS_PER_SESSION * WAITERS_PER_CALL
 # So long a peer has to read its last words.
 BYE_WAIT_S = 5.0
 
@@ -46,9 +49,10 @@ def decoded(frame: jsonrpc.Frame, kind: type[S]) -> S:
 
 @dataclass(slots=True)
 class Door:
-    """One box's door: the connections that came through it."""
+    """One box's door: the connections that came through it, and how many of their requests are open."""
 
     box_id: str
+    open: int = 0  # those of connections that are gone included
     connections: set["Connection"] = field(default_factory=set["Connection"])
 
 
@@ -56,14 +60,14 @@ class Connection(asyncio.Protocol):
     """One peer on a box's socket, from its first byte to its last."""
 
     def __init__(self, door: Door, relay_door: "Relay") -> None:
-        self._door = door
+        self.door = door
         self._relay = relay_door
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._searched = 0
         self._timer: asyncio.TimerHandle | None = None
         self._parting: asyncio.Transport | None = None  # closing, with last words to be read
-        self._open = 0  # requests that are being worked on
+        self._interests: set[Interest] = set()  # in the requests that are open
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._ids = 0
         self._lines: list[bytes] = []
@@ -74,16 +78,16 @@ class Connection(asyncio.Protocol):
 
     @property
     def box_id(self) -> str:
-        return self._door.box_id
+        return self.door.box_id
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if len(self._door.connections) >= relay.CONNECTIONS_MAX:
+        if len(self.door.connections) >= relay.CONNECTIONS_MAX:
             self._bye(failures.problem(jsonrpc.SERVER_ERROR, "too_many", "too many connections from this box"))
             return
-        self._door.connections.add(self)
+        self.door.connections.add(self)
         self._timer = asyncio.get_running_loop().call_later(relay.ATTACH_WAIT_S, self._late)
 
     def _late(self) -> None:
@@ -120,7 +124,7 @@ class Connection(asyncio.Protocol):
         if transport is None:
             return
         if transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
-            logger.warning("a peer on a relay socket does not read: cut", extra={"box_id": self._door.box_id})
+            logger.warning("a peer on a relay socket does not read: cut", extra={"box_id": self.door.box_id})
             said = f"this connection is read too slowly: more than {WRITE_BUFFER_MAX} bytes wait"
             self._bye(failures.problem(jsonrpc.SERVER_ERROR, "too_large", said))
             return
@@ -136,14 +140,16 @@ class Connection(asyncio.Protocol):
         self._transport = self._parting = None
         if self._timer is not None:
             self._timer.cancel()
-        self._door.connections.discard(self)
-        # The tasks of requests go on: what was asked stays asked, and its outcome is kept for the same call key.
+        self.door.connections.discard(self)
+        # What was asked stays asked, and its outcome is kept for the same call key; nobody waits for it here.
+        for interest in self._interests:
+            interest.lose("the connection that asked is gone")
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(BoxFailed("the keeper's connection closed"))
         self._waiting.clear()
         if self.session_id is not None:
-            self._relay.left(self._door, self)
+            self._relay.left(self.door, self)
 
     def _bye(self, problem: jsonrpc.ErrorObject, request_id: Any = None) -> None:
         """Say why, and close; who does not read that in time is cut off."""
@@ -198,9 +204,9 @@ class Connection(asyncio.Protocol):
 
     async def _finish_attach(self, request_id: jsonrpc.Id, asked: relay.Attach) -> None:
         try:
-            attached = await self._relay.attach(self._door, self, asked)
+            attached = await self._relay.attach(self.door, self, asked)
         except Exception as refusal:
-            self._relay.refused(self._door, refusal)
+            self._relay.refused(self.door, refusal)
             self._bye(failures.as_rpc(refusal), request_id)
             return
         if self._timer is not None and self._transport is not None:
@@ -211,7 +217,7 @@ class Connection(asyncio.Protocol):
         self.send(jsonrpc.result(request_id, attached))
         self._attaching = False
         if self._transport is not None:
-            self._relay.arrived(self._door, self, asked)
+            self._relay.arrived(self.door, self, asked)
             self.data_received(b"")
 
     def _asked(self, frame: jsonrpc.Frame, method: str) -> None:
@@ -221,25 +227,34 @@ class Connection(asyncio.Protocol):
         if not isinstance(frame.id, int | str):
             self._refuse(frame, jsonrpc.INVALID_REQUEST, "invalid_request", "an id is a string or an integer")
             return
-        if self._open >= OPEN_REQUESTS_MAX:
-            self._refuse(frame, jsonrpc.SERVER_ERROR, "too_many", "too many requests are open on this connection")
+        if self.door.open >= OPEN_REQUESTS_MAX:
+            self._refuse(frame, jsonrpc.SERVER_ERROR, "too_many", "too many requests of this box are open")
             return
-        self._open += 1
-        self._relay.spawn(self._serve(frame.id, method, frame))
+        self.door.open += 1
+        interest = Interest()
+        self._interests.add(interest)
+        self._relay.spawn(self._serve(frame.id, method, frame, interest))
 
-    async def _serve(self, request_id: jsonrpc.Id, method: str, frame: jsonrpc.Frame) -> None:
+    async def _serve(self, request_id: jsonrpc.Id, method: str, frame: jsonrpc.Frame, interest: Interest) -> None:
         try:
-            line = jsonrpc.result(request_id, await self._relay.serve(self, method, frame))
+            line = jsonrpc.result(request_id, await self._relay.serve(self, method, frame, interest))
         except jsonrpc.UNREADABLE as error:
             line = jsonrpc.error(request_id, failures.as_rpc(InvalidParams(f"{method}: {error}")))
         except Exception as failure:
             line = jsonrpc.error(request_id, failures.as_rpc(failure))
         finally:
-            self._open -= 1
+            self.door.open -= 1
+            self._interests.discard(interest)
         if len(line) > relay.FRAME_BYTES_MAX:
             too_large = failures.problem(jsonrpc.SERVER_ERROR, "too_large", "the result is over the frame bound")
             line = jsonrpc.error(request_id, too_large)
         self.send(line)
+
+    def cancel(self, call_key: str) -> None:
+        """Nobody wants the answers any more that were asked for by this key."""
+        for interest in self._interests:
+            if interest.call_key == call_key:
+                interest.lose("the call was cancelled")
 
     # -- requests of the server (to a keeper) -------------------------------------------------------------------
 
@@ -370,7 +385,7 @@ class Relay:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection, method: str, frame: jsonrpc.Frame) -> object:
+    async def serve(self, connection: Connection, method: str, frame: jsonrpc.Frame, interest: Interest) -> object:
         """Answer one request, or raise."""
         assert connection.session_id is not None
         boxed, session_id = self._boxed, connection.session_id
@@ -380,13 +395,13 @@ class Relay:
                 asked = decoded(frame, relay.CallerTool)
                 return msgspec.Raw(await boxed.caller_tool(session_id, asked, connection.instance, hear))
             if method == "oubliette_tools":
-                return await boxed.oubliette_tools(session_id, decoded(frame, relay.OublietteTools))
+                return await boxed.oubliette_tools(session_id, decoded(frame, relay.OublietteTools), interest)
             if method == "oubliette_call_tool":
-                return await boxed.oubliette_call_tool(session_id, decoded(frame, relay.OublietteCallTool))
+                return await boxed.oubliette_call_tool(session_id, decoded(frame, relay.OublietteCallTool), interest)
             if method == "session_message":
-                return await boxed.session_message(session_id, decoded(frame, relay.SessionMessage))
+                return await boxed.session_message(session_id, decoded(frame, relay.SessionMessage), interest)
             if method == "session_events":
-                return await boxed.session_events(session_id, decoded(frame, relay.SessionEvents))
+                return await boxed.session_events(session_id, decoded(frame, relay.SessionEvents), interest)
         raise MethodUnknown(f"method not found: {method[:80]}")
 
     def told(self, connection: Connection, method: str, frame: jsonrpc.Frame) -> None:
@@ -397,14 +412,20 @@ class Relay:
                 params = b"{}" if isinstance(frame.params, msgspec.UnsetType) else bytes(frame.params)
                 self._boxed.keepers.told(connection.box_id, method, params)
             elif method == "cancel":
-                cancel = decoded(frame, relay.Cancel)
-                self._tasks.create_task(self._boxed.cancel(connection.session_id, cancel))
+                self._tasks.create_task(self._cancel(connection, decoded(frame, relay.Cancel)))
             elif method == "listed":
                 self._boxed.listed(connection.session_id)
             else:
                 logger.info("an unknown notification was dropped", extra={"method": method[:40]})
         except (*jsonrpc.UNREADABLE, OublietteError) as error:
             logger.warning("a notification was dropped", extra={"method": method[:40], "reason": str(error)})
+
+    async def _cancel(self, connection: Connection, cancel: relay.Cancel) -> None:
+        """A task of its own, and so behind the request that came before it on the wire."""
+        assert connection.session_id is not None
+        for one in connection.door.connections:
+            one.cancel(cancel.call_key)
+        await self._boxed.cancel(connection.session_id, cancel)
 
 
 class Hearing:

@@ -62,7 +62,7 @@ class Gate:
     async def _admitted(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> tuple[Operation[Any], Any]:
         operation = self._operations.get(name)
         if operation is None:
-            raise UnknownTool(f"no tool is named {name!r}")
+            raise UnknownTool(f"no tool is named {name[:128]!r}")
         try:
             if not allowed(operation, asked.actor):
                 raise Forbidden(f"{name} is not allowed for this token's scope ({asked.actor.reach})")
@@ -110,7 +110,7 @@ class Gate:
         if not _is_noted(operation, refusal):
             return
         outcome = f"refused: {refusal.kind}"
-        target = _named(arguments)
+        target = target_of(arguments)
         entry = audit.entry(asked.actor, door=asked.door, operation=operation.name, outcome=outcome, target=target)
         now = self._rooms.clock.now()
 
@@ -148,7 +148,7 @@ class _Named(msgspec.Struct):
     project_id: Any = None
 
 
-def _named(arguments: bytes | dict[str, Any]) -> str | None:
+def target_of(arguments: bytes | dict[str, Any]) -> str | None:
     """What a refused call was about, as far as that reads as an id of ours: else it may be anything, a key even."""
     try:
         encoded = msgspec.json.encode(arguments) if isinstance(arguments, dict) else arguments
