@@ -310,6 +310,47 @@ async def test_a_box_has_so_many_requests_open_and_no_more_by_whatever_connectio
                     await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("door", ["relay", "relay, the tree"])
+async def test_a_wait_ends_within_a_second_when_its_key_is_revoked(here: Scene, door: str) -> None:
+    key = await here.token("write")
+    async with here.caller() as caller:
+        session_id = await here.rest(caller)
+        asked = watch(key, session_id)
+        if door == "relay, the tree":
+            last = len(await here.events(session_id)) - 1
+            arguments = {"session_id": session_id, "since_index": last, "wait_seconds": 45, "include_children": True}
+            asked.update(tool="session_events", arguments=arguments)
+        async with here.box(session_id) as box:
+            waiting = await box.request("oubliette_call_tool", **asked)
+            assert "result" in await box.ask("session_events", session_id=session_id)
+            await here.server.ask("token_revoke", token_id=key["id"])
+            began = time.monotonic()
+            told = await box.answer(waiting)
+            assert told["error"]["code"] == -32001
+            assert time.monotonic() - began < 2
+    # It was let in, and then it was put out: whom the door does not know has no id.
+    (row,) = records(here.server.home, "audit", operation="oubliette_call_tool", token_id=key["id"])
+    assert row["outcome"] == "refused: unauthenticated"
+
+
+async def test_waits_on_a_child_end_within_a_second_when_their_creators_token_is_revoked(here: Scene) -> None:
+    key = await here.token("write")
+    async with here.caller(key["token"]) as caller:
+        session_id = await here.rest(caller)
+        async with here.box(session_id) as box:
+            slow = planned([{"sleep": 30}])
+            messaged = await box.request("session_message", message=slow, wait_seconds=45)
+            await here.until(session_id, "child_started")
+            last = len(await here.events(session_id)) - 1
+            read = await box.request("session_events", session_id=session_id, since_index=last, wait_seconds=45)
+            assert "result" in await box.ask("session_events", session_id=session_id)
+            await here.server.ask("token_revoke", token_id=key["id"])
+            began = time.monotonic()
+            for one in (messaged, read):
+                assert (await box.answer(one))["error"]["code"] == -32001
+            assert time.monotonic() - began < 2
+
+
 async def test_what_waits_is_cancelled_by_its_key_whatever_it_is(here: Scene) -> None:
     key = await here.token("write")
     async with here.caller() as caller:

@@ -454,7 +454,7 @@ async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsSho
     seen = Seen(params.since_index)
     if params.include_children:
         tree = await page_of_tree(
-            rooms, session, params.since_index, params.cursor, params.max_events, wait_s=params.wait_seconds
+            rooms, asked, session, params.since_index, params.cursor, params.max_events, wait_s=params.wait_seconds
         )
         page = await rooms.events.page(session.id, tree.last_index, max_events=1)
         shown, more, last, cursor = tree.events, tree.more, tree.last_index, tree.cursor

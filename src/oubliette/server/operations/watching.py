@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from oubliette.server.caller_tools.carriers import Announcement
-from oubliette.server.errors import InvalidParams, Purged
+from oubliette.server.errors import InvalidParams, Purged, Unauthenticated
 from oubliette.server.events.following import LOOK_AGAIN_S
 from oubliette.server.events.log import Page
 from oubliette.server.limits import EVENTS_PAGE, PAGE_BYTES
@@ -41,6 +41,27 @@ class Watch:
     def announce(self, session_id: str, announcement: Announcement) -> None:
         del session_id
         self._followed.push(announcement)
+
+
+class Checked:
+    """The asker's key, looked at once a second for as long as a wait goes on: it may be revoked meanwhile."""
+
+    def __init__(self, rooms: Rooms, asked: Asked) -> None:
+        self._rooms = rooms
+        self._token_id = asked.actor.token_id  # none: this machine's administrator
+        self._due = rooms.clock.monotonic() + LOOK_AGAIN_S
+
+    def due_in_s(self) -> float:
+        return max(0.0, self._due - self._rooms.clock.monotonic())
+
+    async def again(self) -> None:
+        """Raises `Unauthenticated`."""
+        now = self._rooms.clock.monotonic()
+        if now < self._due:
+            return
+        self._due = now + LOOK_AGAIN_S
+        if self._token_id is not None and not await self._rooms.tokens.is_live(self._token_id):
+            raise Unauthenticated
 
 
 async def follow(
@@ -84,7 +105,9 @@ async def _follow(
     clock = rooms.clock.monotonic
     deadline = clock() + seconds
     progress_at = clock() + PROGRESS_EVERY_S
+    checked = Checked(rooms, asked)
     while True:
+        await checked.again()
         page = await rooms.events.page(session_id, seen.last_index)
         if page.events and until == "event":
             return "event"
@@ -98,7 +121,7 @@ async def _follow(
         left = deadline - clock()
         if left <= 0:
             return "time"
-        await rooms.following.grown(session_id, seen.last_index, min(left, LOOK_AGAIN_S))
+        await rooms.following.grown(session_id, seen.last_index, min(left, checked.due_in_s()))
         if asked.followed is not None and clock() >= progress_at:
             progress_at = clock() + PROGRESS_EVERY_S
             asked.followed.progress(f"following {session_id}")
@@ -144,15 +167,24 @@ class TreePage:
 
 
 async def page_of_tree(
-    rooms: Rooms, session: rows.Session, since_index: int, cursor: str | None, max_events: int, *, wait_s: float
+    rooms: Rooms,
+    asked: Asked,
+    session: rows.Session,
+    since_index: int,
+    cursor: str | None,
+    max_events: int,
+    *,
+    wait_s: float,
 ) -> TreePage:
     """The next page of a tree; where there is none yet, wait so long at most for its first event."""
     read_to = _decoded(cursor) if cursor is not None else {session.id: since_index}
     deadline = rooms.clock.monotonic() + wait_s
+    checked = Checked(rooms, asked)
     events, more = await _merged(rooms, session, read_to, max_events)
     while not events and (left := deadline - rooms.clock.monotonic()) > 0:
         # Whoever begins below is not known yet: the session's own log wakes this, and every second does.
-        await rooms.following.grown(session.id, read_to.get(session.id, -1), min(left, LOOK_AGAIN_S))
+        await rooms.following.grown(session.id, read_to.get(session.id, -1), min(left, checked.due_in_s()))
+        await checked.again()
         events, more = await _merged(rooms, session, read_to, max_events)
     return TreePage(events=events, cursor=_encoded(read_to), more=more, last_index=read_to.get(session.id, -1))
 
