@@ -109,6 +109,12 @@ def test_the_file_in_the_home_is_found(tmp_path: Path):
     assert read(HOME, {"home": tmp_path}).port == 9
 
 
+def test_what_is_good_only_together_with_the_file_is_taken(tmp_path: Path):
+    (tmp_path / "oubliette.toml").write_text("caller_tool_timeout_max_s = 3600")
+    settings = read(HOME | {"OUBLIETTE_CALLER_TOOL_TIMEOUT_S": "900"}, {"home": str(tmp_path)})
+    assert (settings.caller_tool_timeout_s, settings.caller_tool_timeout_max_s) == (900, 3600)
+
+
 def test_the_file_in_the_home_may_not_move_the_home(tmp_path: Path):
     tmp_path.joinpath(".oubliette").mkdir()
     tmp_path.joinpath(".oubliette", "oubliette.toml").write_text("home = '/elsewhere'")

@@ -113,15 +113,7 @@ def load(text: str, env: Mapping[str, str], flags: Mapping[str, Any]) -> Setting
 
     A flag that is None was not given. In the environment and in flags a list is separated by commas.
     """
-    values: dict[str, Any] = {"home": "~/.oubliette"}
-    for name, value in _parsed(text).items():
-        values[name] = _checked(name, value, where=FILE, strict=True)
-    for name, value in _from_environment(env):
-        values[name] = _checked(name, _listed(name, value), where=f"{PREFIX}{name.upper()}", strict=False)
-    for name, value in flags.items():
-        if value is not None:
-            values[name] = _checked(name, _listed(name, value), where=f"--{name.replace('_', '-')}", strict=False)
-    values["home"] = _expanded(Path(values["home"]), env)
+    values = _joined(text, env, flags)
     try:
         return Settings(**values)
     except ValueError as error:
@@ -133,14 +125,15 @@ def read(env: Mapping[str, str], flags: Mapping[str, Any], *, file: Path | None 
     named = file or (Path(env[PREFIX + "CONFIG"]) if env.get(PREFIX + "CONFIG") else None)
     if named is not None:
         return load(_text(named), env, flags)
-    settings = load("", env, flags)
-    found = settings.home / FILE
+    # The home alone: what else is said so far may be good only together with what the file says.
+    home: Path = _joined("", env, flags)["home"]
+    found = home / FILE
     if not found.exists():
-        return settings
-    settings_of_file = load(_text(found), env, flags)
-    if settings_of_file.home != settings.home:
+        return load("", env, flags)
+    settings = load(_text(found), env, flags)
+    if settings.home != home:
         raise NotConfigured(f"{found}: it sets another home than the one it was found in; remove `home` from it")
-    return settings_of_file
+    return settings
 
 
 def table() -> list[tuple[str, str, str, str]]:
@@ -152,6 +145,20 @@ def table() -> list[tuple[str, str, str, str]]:
         default = "~/.oubliette" if name == "home" else _shown(defaults[name])
         rows.append((name, _kind(hint), default, described))
     return rows
+
+
+def _joined(text: str, env: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What the sources say, each value checked by itself."""
+    values: dict[str, Any] = {"home": "~/.oubliette"}
+    for name, value in _parsed(text).items():
+        values[name] = _checked(name, value, where=FILE, strict=True)
+    for name, value in _from_environment(env):
+        values[name] = _checked(name, _listed(name, value), where=f"{PREFIX}{name.upper()}", strict=False)
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = _checked(name, _listed(name, value), where=f"--{name.replace('_', '-')}", strict=False)
+    values["home"] = _expanded(Path(values["home"]), env)
+    return values
 
 
 def _parsed(text: str) -> dict[str, Any]:
