@@ -45,6 +45,13 @@ def test_a_home_has_one_user_at_a_time(tmp_path: Path):
         pass
 
 
+def test_a_home_whose_lock_cannot_be_opened_is_refused_by_name(tmp_path: Path):
+    home = Home(tmp_path)
+    home.lock.mkdir()
+    with pytest.raises(NotConfigured, match=r"lock: cannot be locked \(Is a directory\)"), HomeLock(home):
+        pass
+
+
 def test_a_killed_process_leaves_no_lock(tmp_path: Path):
     program = (
         "import sys; from pathlib import Path; from oubliette.server.home import Home, HomeLock\n"

@@ -52,24 +52,36 @@ def address(path: Path) -> Generator[str]:
 
 
 class HomeLock:
-    """Held from enter to exit, or to the end of the process however it ends. Entering raises `Conflict`."""
+    """Held from enter to exit, or to the end of the process however it ends.
+
+    Entering raises `Conflict` where another holds it, and `NotConfigured` where there can be no lock.
+    """
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._file: int | None = None
 
     def __enter__(self) -> None:
-        file = os.open(self._home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            file = os.open(self._home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unusable(error) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, b"%d\n" % os.getpid(), 0)
         except BlockingIOError:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
             process = f" (process {holder})" if holder else ""
             raise Conflict(f"{self._home.path}: another oubliette{process} is using this home") from None
-        os.ftruncate(file, 0)
-        os.pwrite(file, b"%d\n" % os.getpid(), 0)
+        except OSError as error:
+            os.close(file)
+            raise self._unusable(error) from None
         self._file = file
+
+    def _unusable(self, error: OSError) -> NotConfigured:
+        return NotConfigured(f"{self._home.lock}: cannot be locked ({error.strerror}); choose another home")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
