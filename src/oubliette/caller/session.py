@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oubliette.caller.errors import SessionFailed
-from oubliette.wire.events import AnyEvent, Completion, Error
+from oubliette.wire.events import SESSION_ENDED, AnyEvent, Completion, Error
 
 if TYPE_CHECKING:
     from oubliette.caller.caller import Caller
@@ -124,6 +124,8 @@ class Session:
             if isinstance(event, Error):
                 why = event.message
             if isinstance(event, Completion) and (self._turn is None or event.turn >= self._turn):
+                if event.stop_reason == SESSION_ENDED:
+                    break
                 return event
         raise SessionFailed(why or "the session ended before its turn did", details={"session_id": self.id})
 

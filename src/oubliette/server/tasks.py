@@ -27,6 +27,25 @@ class Tasks(asyncio.TaskGroup):
             return asyncio.get_running_loop().create_task(_nothing())
         return super().create_task(_reporting(coro), name=name, context=context)
 
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what must not stop half-way in a task of ours: who waits for it may leave. What it raises is theirs."""
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def do() -> None:
+            try:
+                outcome.set_result(await work)
+            except Exception as failure:
+                outcome.set_exception(failure)
+                outcome.exception()  # it may be that nobody waits any more
+            finally:
+                outcome.cancel()
+
+        self.create_task(do())
+        if self._left:
+            work.close()
+            outcome.cancel()
+        return await asyncio.shield(outcome)
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -80,6 +80,9 @@ class Usage(Event, frozen=True, tag="usage"):
     turn: int | None = None
 
 
+SESSION_ENDED = "session_ended"  # the stop reason of a turn whose session was ended before it was over
+
+
 class Completion(Event, frozen=True, tag="completion"):
     """The turn is over. `stop_reason` is the agent's own word; `end_turn` is not success."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.droids.profiles import builtin
 from oubliette.server.errors import (
     Conflict,
@@ -20,16 +21,20 @@ from oubliette.server.errors import (
     TooMany,
     Unauthenticated,
 )
-from oubliette.server.sessions import session
+from oubliette.server.home import Home
+from oubliette.server.sessions import ends, session
+from oubliette.server.sessions.lifecycle import Move
+from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tokens.token import Actor, Scope
 from tests.kit import acp_agent
 from tests.kit.app import World, world
+from tests.kit.server import ServerProcess
 
 CHILD = json.dumps({"tool": "session_message", "args": {"message": '<<plan [{"say": "c"}]>>', "wait_seconds": 20}})
 TOOLS: dict[str, Any] = {"caller_id": "ant", "caller_tools": [{"name": "echo"}]}
 
 
-async def until(here: World, session_id: str, kind: str, **fields: Any) -> dict[str, Any]:
+async def until(here: World | ServerProcess, session_id: str, kind: str, **fields: Any) -> dict[str, Any]:
     """Wait until the session's log holds an event of this type with these fields; the first of them."""
     since = -1
     async with asyncio.timeout(20):
@@ -181,7 +186,8 @@ async def test_ending_a_session_ends_its_droid_its_calls_its_key_and_its_childre
         assert len(keepers) == 2
         ended = await here.ask("session_end", actor=ant, session_id=session_id)
         assert ended["status"] == "completed"
-        assert (await here.ask("session_get", session_id=child))["status"] == "completed"
+        below = await here.ask("session_get", session_id=child)
+        assert (below["status"], below["reason"]) == ("completed", "its parent ended")
         assert not any(alive(pid) for pid in keepers)
         assert await here.rows("SELECT 1 FROM tokens WHERE session_id = ? AND revoked_at IS NULL", session_id) == []
         assert (await here.ask("session_end", session_id=session_id))["status"] == "completed"
@@ -754,15 +760,113 @@ async def test_an_agent_that_has_not_asked_for_its_tools_is_told_of(
 
 
 async def test_children_whose_parents_end_the_server_did_not_outlive_are_ended_by_the_next(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
-        project = await here.project()
-        plan = f"[{CHILD}]"
-        root = (await here.run(project, plan))["session_id"]
-        (child,) = (await here.ask("session_get", session_id=root))["children"]
+    async with ServerProcess(tmp_path / "h") as server:
+        project = (await server.ask("project_create", name="p"))["id"]
+        plan = f"<<plan [{CHILD}]>>"
+        root = (await server.ask("session_message", project_id=project, message=plan, wait_seconds=20))["session_id"]
+        (child,) = (await server.ask("session_get", session_id=root))["children"]
+        await server.kill()
         # As a kill between the two commits leaves it.
-        await here.database.write(
+        database = SqliteDatabase(Home(server.home).database)
+        await database.write(
             lambda tx: tx.run("UPDATE sessions SET state = 'completed', ended_at = 1.0 WHERE id = ?", root)
         )
-        await here.app.sessions.take_up()
-        await here.ask("session_watch", session_id=child, until="end", wait_seconds=20)
-        assert (await here.ask("session_get", session_id=child))["status"] == "completed"
+        await database.close()
+        await server.restart()
+        await server.ask("session_watch", session_id=child, until="end", wait_seconds=20)
+        shown = await server.ask("session_get", session_id=child)
+        assert (shown["status"], shown["reason"]) == ("completed", "its parent ended")
+
+
+async def test_a_message_that_comes_as_its_session_idles_out_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session.LiveSession, "wake", lambda _: None)  # as if it had just given up waiting
+    async with world(tmp_path / "h", idle_after_s=1.0) as here:
+        project = await here.project()
+        first = await here.run(project, '[{"say": "one"}]')
+        second = await here.run(project, '[{"say": "two"}]')
+        assert (second["session_id"], second["turn"], second.get("result")) == (first["session_id"], 2, "two")
+
+
+async def test_a_session_does_not_idle_out_while_one_below_it_is_at_work(tmp_path: Path):
+    async with world(tmp_path / "h", idle_after_s=0.2) as here:
+        project = await here.project()
+        child = (
+            '{"tool": "session_message", "args": {"message": "<<plan [{\\"sleep\\": 1}, {\\"say\\": \\"done\\"}]>>"}}'
+        )
+        root = (await here.run(project, f"[{child}]"))["session_id"]
+        (below,) = (await here.ask("session_get", session_id=root))["children"]
+        await here.ask("session_watch", session_id=root, until="end", wait_seconds=20)
+        assert (await here.ask("session_get", session_id=root))["status"] == "timed_out"
+        (turn,) = (await here.ask("session_get", session_id=below))["turns"]
+        assert (turn["stop_reason"], turn["text"]) == ("end_turn", "done")
+
+
+async def test_an_ended_session_keeps_its_last_words_and_its_status_is_the_last_event(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        plan = '<<plan [{"say": "half of it"}, {"sleep": 60}]>>'
+        started = await here.ask("session_message", project_id=project, message=plan)
+        session_id = started["session_id"]
+        await until(here, session_id, "delta")
+        watching = here.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
+        ending = (here.ask("session_end", session_id=session_id) for _ in range(3))
+        watched, *ended = await asyncio.gather(watching, *ending)
+        assert [one["status"] for one in ended] == ["completed"] * 3
+        log = await here.events(session_id)
+        assert [event["type"] for event in log[-3:]] == ["message", "completion", "status"]
+        assert (log[-2]["stop_reason"], log[-2]["text"]) == ("session_ended", "half of it")
+        assert (log[-1]["status"], log[-1]["reason"]) == ("completed", "ended on request")
+        shown = await here.ask("session_get", session_id=session_id)
+        assert (shown["turns"][0]["stop_reason"], shown["turns"][0]["text"]) == ("session_ended", "half of it")
+        assert watched["last_index"] == log[-1]["index"]
+        rows = await here.rows("SELECT outcome FROM audit WHERE operation = 'session_end'")
+        assert rows == [("ok",)]
+
+
+async def test_whoever_asked_for_an_end_may_leave_and_it_comes(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        started = await here.ask("session_message", project_id=project, message='<<plan [{"sleep": 60}]>>')
+        session_id = started["session_id"]
+        await until(here, session_id, "turn_started")
+        async with asyncio.TaskGroup() as asking, asyncio.timeout(10):
+            asked = asking.create_task(here.ask("session_end", session_id=session_id))
+            while not await here.rows("SELECT 1 FROM sessions WHERE ending IS NOT NULL"):
+                await asyncio.sleep(0)
+            asked.cancel()
+        await here.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
+        assert (await here.ask("session_get", session_id=session_id))["status"] == "completed"
+
+
+async def test_a_session_that_fails_with_a_call_open_says_so_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        plan = '<<plan [{"tool": "ant_echo", "args": {}}]>>'
+        monkeypatch.setattr(session, "TOUCH_EVERY_S", 0.1)
+        told = await here.ask("session_message", actor=ant, project_id=project, message=plan, context=TOOLS)
+        await here.ask("caller_tool_poll", actor=ant, session_id=told["session_id"])
+        with monkeypatch.context() as broken:
+            broken.setattr(Exchange, "pending_count", lambda *_: 1 / 0)
+            await here.ask("session_watch", session_id=told["session_id"], until="end", wait_seconds=20)
+        log = await here.events(told["session_id"])
+        assert (log[-1]["type"], log[-1].get("status")) == ("status", "failed")
+        assert "caller_tool_resolved" in [event["type"] for event in log]
+
+
+async def test_a_server_that_finds_a_session_ending_ends_it_with_what_was_said(tmp_path: Path):
+    async with ServerProcess(tmp_path / "h") as server:
+        project = (await server.ask("project_create", name="p"))["id"]
+        plan = '<<plan [{"say": "half of it"}, {"sleep": 60}]>>'
+        session_id = (await server.ask("session_message", project_id=project, message=plan))["session_id"]
+        await until(server, session_id, "delta")
+        await server.kill()
+        database = SqliteDatabase(Home(server.home).database)
+        # As a kill right after the decision leaves it.
+        await database.write(lambda tx: ends.decide(tx, session_id, Move.END, "ended on request", 1.0))
+        await database.close()
+        await server.restart()
+        await server.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
+        log = (await server.ask("session_events", session_id=session_id))["events"]
+        assert [event["type"] for event in log[-3:]] == ["message", "completion", "status"]
+        assert (log[-2]["stop_reason"], log[-2]["text"]) == ("session_ended", "half of it")
+        assert log[-1]["status"] == "completed"

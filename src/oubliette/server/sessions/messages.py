@@ -104,7 +104,7 @@ class Messages:
         async def write(tx: Tx) -> tuple[Messaged, bool]:
             current = await rows.get(tx, session_id)
             if not current.is_live:
-                raise Conflict(f"session {session_id} has ended ({current.state.value}): start another")
+                raise Conflict(f"session {session_id} has ended ({current.reason}): start another")
             if wanted.workspace_id not in (None, current.workspace_id):
                 raise Conflict(
                     f"session {session_id} works in workspace {current.workspace_id}: leave workspace_id out"
@@ -219,6 +219,7 @@ class Messages:
             owner=parent.owner if parent is not None else actor.principal,
             token_id=parent.token_id if parent is not None else actor.token_id,
             state=State.STARTING,
+            ending=None,
             reason=None,
             parent_id=parent.id if parent is not None else None,
             root_id=parent.root_id if parent is not None else session_id,

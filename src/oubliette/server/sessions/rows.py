@@ -32,6 +32,7 @@ class Session:
     owner: str
     token_id: str | None
     state: State
+    ending: Move | None  # its end is decided and may still be to come
     reason: str | None
     parent_id: str | None
     root_id: str
@@ -49,7 +50,8 @@ class Session:
 
     @property
     def is_live(self) -> bool:
-        return self.ended_at is None
+        """Whether it takes messages, tools and children."""
+        return self.ending is None and self.ended_at is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,8 @@ class Turn:
 
 
 _SESSION = (
-    "id, project_id, workspace_id, owner, token_id, state, reason, parent_id, root_id, depth, settings, declaration,"
-    " stream_id, next_index, turns, external_id, source, created_at, updated_at, ended_at"
+    "id, project_id, workspace_id, owner, token_id, state, ending, reason, parent_id, root_id, depth, settings,"
+    " declaration, stream_id, next_index, turns, external_id, source, created_at, updated_at, ended_at"
 )
 _TURN = "number, prompt, state, source, created_at, started_at, ended_at, stop_reason, text, error, usage"
 _COUNT_MAX = 2**63 - 1  # beyond it JSON's readers end
@@ -86,20 +88,21 @@ def _session(row: Row) -> Session:
         owner=row[3],
         token_id=row[4],
         state=State(row[5]),
-        reason=row[6],
-        parent_id=row[7],
-        root_id=row[8],
-        depth=row[9],
-        choices=_choices(row[10]),
-        declaration=_declaration(row[11]) if row[11] is not None else None,
-        stream_id=row[12],
-        next_index=row[13],
-        turns=row[14],
-        external_id=row[15],
-        source=row[16],
-        created_at=row[17],
-        updated_at=row[18],
-        ended_at=row[19],
+        ending=Move(row[6]) if row[6] is not None else None,
+        reason=row[7],
+        parent_id=row[8],
+        root_id=row[9],
+        depth=row[10],
+        choices=_choices(row[11]),
+        declaration=_declaration(row[12]) if row[12] is not None else None,
+        stream_id=row[13],
+        next_index=row[14],
+        turns=row[15],
+        external_id=row[16],
+        source=row[17],
+        created_at=row[18],
+        updated_at=row[19],
+        ended_at=row[20],
     )
 
 
@@ -158,14 +161,15 @@ async def live_in(tx: Tx, project_id: str, workspace_id: str) -> Session | None:
     """The newest live session of a workspace that a caller started (not a child)."""
     row = await tx.one(
         f"SELECT {_SESSION} FROM sessions WHERE project_id = ? AND workspace_id = ? AND parent_id IS NULL"  # noqa: S608
-        " AND ended_at IS NULL ORDER BY created_at DESC, id DESC LIMIT 1",
+        " AND ended_at IS NULL AND ending IS NULL ORDER BY created_at DESC, id DESC LIMIT 1",
         project_id,
         workspace_id,
     )
     return _session(row) if row is not None else None
 
 
-async def live(tx: Tx) -> list[Session]:
+async def not_ended(tx: Tx) -> list[Session]:
+    """Every session that lives, and every one whose end is still to come."""
     rows = await tx.all(f"SELECT {_SESSION} FROM sessions WHERE ended_at IS NULL ORDER BY created_at")  # noqa: S608
     return [_session(row) for row in rows]
 
@@ -245,6 +249,24 @@ async def move(tx: Tx, session_id: str, step: Move, now: float, reason: str | No
         session_id,
     )
     return (Status(status=after.value, reason=reason),) if after is not before else ()
+
+
+async def set_ending(tx: Tx, session_id: str, step: Move, reason: str, now: float) -> None:
+    await tx.run(
+        "UPDATE sessions SET ending = ?, reason = ?, updated_at = ? WHERE id = ?", step.value, reason, now, session_id
+    )
+
+
+async def is_busy_below(tx: Tx, session_id: str) -> bool:
+    """Whether a session below this one has a turn that is open or queued."""
+    row = await tx.one(
+        "WITH RECURSIVE below (id) AS (SELECT id FROM sessions WHERE parent_id = ?"
+        " UNION ALL SELECT sessions.id FROM sessions JOIN below ON sessions.parent_id = below.id)"
+        " SELECT 1 FROM turns JOIN below ON turns.session_id = below.id WHERE turns.state IN ('running', 'queued')"
+        " LIMIT 1",
+        session_id,
+    )
+    return row is not None
 
 
 async def set_declaration(tx: Tx, session_id: str, declaration: Declaration | None) -> None:

@@ -16,12 +16,11 @@ from oubliette.server.droids.driver import Session as DroidSession
 from oubliette.server.errors import DroidFailed, OublietteError
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
-from oubliette.server.sessions import rows
+from oubliette.server.sessions import ends, rows
 from oubliette.server.sessions.boxes import Boxes, OpenBox
-from oubliette.server.sessions.lifecycle import Move, State, TurnState
+from oubliette.server.sessions.lifecycle import Move, TurnState
 from oubliette.server.storage.database import Database, Tx
-from oubliette.server.tokens import tokens
-from oubliette.wire.events import Completion, Error, Event, TurnStarted, Warn
+from oubliette.wire.events import Error, Event, TurnStarted, Warn
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -74,11 +73,12 @@ class Rooms:
 class LiveSession:
     """Implements what a droid needs of its session (`droids.driver.Session`)."""
 
-    def __init__(self, row: rows.Session, rooms: Rooms, ended: Callable[[str], None]) -> None:
+    def __init__(self, row: rows.Session, rooms: Rooms, ending: Callable[[str], object]) -> None:
+        """`ending` is called when the session has decided its end: somebody else has to see to it."""
         self._id = row.id
         self._row = row
         self._rooms = rooms
-        self._ended = ended
+        self._ending = ending
         self._woken = asyncio.Event()
         self._over = asyncio.Event()
         self._open_turn: int | None = None
@@ -140,19 +140,25 @@ class LiveSession:
         return True
 
     async def stop(self) -> None:
-        """End the droid and its box; the session's row has ended already."""
+        """The session's end is decided: end the droid, once it said what it had to say, and its box."""
         task = self.task
-        if task is not None and not task.done():
+        if task is None:
+            # Found like this after a restart, it was never run: the droid that runs since before it is found first.
+            await self._resume()
+        elif not task.done():
             task.cancel()
             # A box that is being made is taken down by the task itself.
             await asyncio.wait((task,), timeout=STOP_WITHIN_S)
         droid, self._droid = self._droid, None
         if droid is not None:
-            await droid.stop()
+            try:
+                async with asyncio.timeout(STOP_WITHIN_S):
+                    await droid.stop()
+            except TimeoutError:
+                logger.warning("a droid did not stop in time", extra={"session_id": self._id})
         box, self._box = self._box, None
         if box is not None:
             await self._rooms.boxes.end(box)
-        await self._rooms.boxes.end_of(self._id)
 
     # -- its own task -------------------------------------------------------------------------------------------
 
@@ -163,10 +169,10 @@ class LiveSession:
                 await self._resume()
             while True:
                 turn = await self._next()
-                if turn is None:
-                    await self._finish(Move.EXPIRE, "idle for too long")
+                if turn is not None:
+                    await self._take(turn)
+                elif await self._expire():
                     return
-                await self._take(turn)
         except OublietteError as failure:
             logger.warning("a session failed", extra={"session_id": self._id, "kind": failure.kind})
             await self._fail(failure.kind, failure.message)
@@ -311,9 +317,13 @@ class LiveSession:
             await self._rooms.boxes.end(box)
 
     async def _say(self, *said: Event) -> None:
+        """Add to the log, while there is anything to add: the end is its last event."""
         now = self._rooms.clock.now()
 
         async def write(tx: Tx) -> int:
+            session = await rows.get(tx, self._id)
+            if session.ended_at is not None:
+                return session.next_index - 1
             return await self._rooms.events.append(tx, self._id, said, now)
 
         self._rooms.following.wake(self._id, await self._rooms.database.write(write))
@@ -336,50 +346,29 @@ class LiveSession:
         if self._open_turn is not None:
             await self._close(self._open_turn, _lost(kind, message))
         await self._say(Error(kind=kind, message=message))
-        await self._finish(Move.FAIL, message)
+        now = self._rooms.clock.now()
+        await self._rooms.database.write(lambda tx: ends.decide(tx, self._id, Move.FAIL, message, now))
+        self._ending(self._id)
 
-    async def _finish(self, move: Move, reason: str) -> None:
-        """End from inside: by failure or by idling."""
+    async def _expire(self) -> bool:
+        """End after idling, unless a message came meanwhile, or a session below is at work."""
         now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> int:
-            current = await rows.get(tx, self._id)
-            if not current.is_live:
-                return current.next_index - 1
-            await rows.drop_queued(tx, self._id, now)
-            await tokens.revoke_derived(tx, self._id, now)
-            moved = await rows.move(
-                tx, self._id, move if current.state is not State.STARTING else Move.FAIL, now, reason
-            )
-            return await self._rooms.events.append(tx, self._id, moved, now)
+        async def write(tx: Tx) -> bool:
+            if await rows.next_turn(tx, self._id) is not None or await rows.is_busy_below(tx, self._id):
+                return False
+            await ends.decide(tx, self._id, Move.EXPIRE, "idle for too long", now)
+            return True
 
-        self._rooms.following.wake(self._id, await self._rooms.database.write(write))
-        self._ended(self._id)
+        if not await self._rooms.database.write(write):
+            return False
+        self._ending(self._id)
+        return True
 
     # -- asked by the droid -------------------------------------------------------------------------------------
 
     async def turn_ended(self, tx: Tx, turn: int, outcome: Outcome) -> Sequence[Event]:
-        now = self._rooms.clock.now()
-        started = await rows.end_turn(
-            tx,
-            self._id,
-            turn,
-            now,
-            stop_reason=outcome.stop_reason,
-            text=outcome.text,
-            error=outcome.error,
-            usage=dict(outcome.usage) if outcome.usage is not None else None,
-        )
-        if started is None:
-            return ()
-        current = await rows.get(tx, self._id)
-        moved = await rows.move(tx, self._id, Move.REST, now) if current.state is State.RUNNING else ()
-        said: list[Event] = []
-        if outcome.error is not None:
-            said.append(Error(kind=outcome.error_kind or "droid_failed", message=outcome.error, turn=turn))
-        duration_ms = max(0, round((now - started) * 1000))
-        said.append(Completion(turn=turn, stop_reason=outcome.stop_reason, text=outcome.text, duration_ms=duration_ms))
-        return (*said, *moved)
+        return await ends.end_turn(tx, self._id, turn, outcome, self._rooms.clock.now())
 
     def turn_is_over(self, turn: int, outcome: Outcome) -> None:
         del outcome

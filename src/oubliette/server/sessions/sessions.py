@@ -1,22 +1,26 @@
 """All sessions: those that live, their ends, and their return after a restart."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from oubliette.server import audit
 from oubliette.server.errors import NotFound
-from oubliette.server.sessions import rows
+from oubliette.server.sessions import ends, rows
 from oubliette.server.sessions.lifecycle import Move
 from oubliette.server.sessions.session import LiveSession, Rooms
 from oubliette.server.storage.database import Tx
 from oubliette.server.tasks import Tasks
-from oubliette.server.tokens import tokens
 from oubliette.server.tokens.token import Actor, Scope
 
 logger = logging.getLogger(__name__)
 
 # On whose behalf the server itself ends what nobody else will.
 _SERVER = Actor(principal="server", scope=Scope.ADMIN)
+
+
+PARENT_ENDED = "its parent ended"
 
 
 # Commits with an end what somebody has to know of it after a crash.
@@ -29,6 +33,7 @@ class Sessions:
         self._tasks = tasks
         self._brought = brought
         self._live: dict[str, LiveSession] = {}
+        self._endings: dict[str, asyncio.Task[None]] = {}
         self.declared: Callable[[str], None] = _nobody
 
     def live(self, session_id: str) -> LiveSession | None:
@@ -58,54 +63,83 @@ class Sessions:
             exchange.bind(session.id, session.stream_id)
 
     def _run(self, session: rows.Session, *, resumed: bool = False) -> None:
-        live = self._live[session.id] = LiveSession(session, self._rooms, self._over)
+        live = self._live[session.id] = self._made(session)
         live.task = self._tasks.create_task(live.run(resumed=resumed), name=f"session {session.id}")
+
+    def _made(self, session: rows.Session) -> LiveSession:
+        return LiveSession(session, self._rooms, self._see_to_end)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
-    async def end(self, actor: Actor, door: str, session_id: str, kept: Kept | None = None) -> rows.Session:
+    async def end(
+        self,
+        actor: Actor,
+        door: str,
+        session_id: str,
+        kept: Kept | None = None,
+        *,
+        reason: str = "ended on request",
+    ) -> rows.Session:
         """End a session with its droid, children, pending calls and derived key. Ending twice is no error."""
         now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> tuple[rows.Session, bool]:
-            current = await rows.get(tx, session_id)
-            if not current.is_live:
-                await _note(tx, actor, door, "session_end", session_id, now, "ended already")
-                return current, False
-            open_turn = await rows.next_turn(tx, session_id)
-            if open_turn is not None:
-                await rows.end_turn(
-                    tx,
-                    session_id,
-                    open_turn.number,
-                    now,
-                    stop_reason="session_ended",
-                    text="",
-                    error="the session was ended",
-                    usage=None,
-                )
-            await rows.drop_queued(tx, session_id, now)
-            await tokens.revoke_derived(tx, session_id, now)
-            moved = await rows.move(tx, session_id, Move.END, now, "ended on request")
-            await self._rooms.events.append(tx, session_id, moved, now)
-            await _note(tx, actor, door, "session_end", session_id, now)
-            ended = await rows.get(tx, session_id)
-            if kept is not None:
-                await kept(tx, ended)
-            return ended, True
+        async def write(tx: Tx) -> None:
+            will_be = await ends.decide(tx, session_id, Move.END, reason, now)
+            outcome = "ok" if will_be is not None else "ended already"
+            await _note(tx, actor, door, "session_end", session_id, now, outcome)
+            if will_be is not None:
+                if kept is not None:
+                    # It is decided: whoever hears of this after a crash hears of an end that comes, if not here.
+                    await kept(tx, replace(await rows.get(tx, session_id), state=will_be))
 
-        session, changed = await self._rooms.database.write(write)
-        # After it: a session that has ended starts no more children.
-        await self._end_children(actor, door, session_id)
-        if changed:
-            await self._let_go(session_id, "the session was ended")
-            self._rooms.following.wake(session_id, session.next_index - 1)
-        return session
+        async def decided() -> asyncio.Task[None] | None:
+            await self._rooms.database.write(write)
+            session = await self.get(session_id)
+            return self._see_to_end(session_id, actor, door) if session.ended_at is None else None
+
+        ending = await self._tasks.to_the_end(decided())
+        if ending is not None:
+            await asyncio.wait((ending,))
+        return await self.get(session_id)
+
+    def _see_to_end(self, session_id: str, actor: Actor = _SERVER, door: str = "server") -> asyncio.Task[None]:
+        """The one task that ends a session whose end is decided; it outlives whoever asked for it."""
+        task = self._endings.get(session_id)
+        if task is None:
+            task = self._tasks.create_task(self._end_all_of(actor, door, session_id), name=f"end of {session_id}")
+            self._endings[session_id] = task
+            task.add_done_callback(lambda _: self._endings.pop(session_id, None))
+        return task
+
+    async def _end_all_of(self, actor: Actor, door: str, session_id: str) -> None:
+        """The droid first, then its calls; the last event when there is nobody left who could add another."""
+        for fault in await asyncio.gather(
+            self._stop(session_id), self._end_children(actor, door, session_id), return_exceptions=True
+        ):
+            if isinstance(fault, Exception):  # no reason to go on: the sweep and the next start end what is left
+                logger.error("not all of a session was ended", exc_info=fault, extra={"session_id": session_id})
+        await self._rooms.exchange.close_desk(session_id, "the session was ended")
+        now = self._rooms.clock.now()
+
+        async def write(tx: Tx) -> int:
+            return await self._rooms.events.append(tx, session_id, await ends.complete(tx, session_id, now), now)
+
+        last = await self._rooms.database.write(write)
+        self._brought.pop(session_id, None)
+        self._live.pop(session_id, None)
+        self._rooms.following.wake(session_id, last)
+
+    async def _stop(self, session_id: str) -> None:
+        live = self._live.get(session_id)
+        if live is not None:
+            await live.stop()
+        await self._rooms.boxes.end_of(session_id)
 
     async def _end_children(self, actor: Actor, door: str, session_id: str) -> None:
-        for child in await self._rooms.database.read(lambda tx: rows.children(tx, session_id)):
-            if child.is_live:
-                await self.end(actor, door, child.id)
+        # Of a session that ends, these are all: it starts no more of them.
+        children = await self._rooms.database.read(lambda tx: rows.children(tx, session_id))
+        left = [child.id for child in children if child.ended_at is None]
+        await asyncio.gather(*(self.end(actor, door, child_id, reason=PARENT_ENDED) for child_id in left))
 
     async def cancel(self, actor: Actor, door: str, session_id: str) -> bool:
         """Cancel the open turn; what is queued stays queued."""
@@ -120,35 +154,25 @@ class Sessions:
         await self._rooms.database.write(write)
         return await live.cancel() if live is not None else False
 
-    def _over(self, session_id: str) -> None:
-        """A session ended from inside."""
-        self._tasks.create_task(self._end_rest(session_id))
-
-    async def _end_rest(self, session_id: str) -> None:
-        await self._end_children(_SERVER, "server", session_id)
-        await self._let_go(session_id, "the session ended")
-
-    async def _let_go(self, session_id: str, reason: str) -> None:
-        self._brought.pop(session_id, None)
-        await self._rooms.exchange.close_desk(session_id, reason)
-        live = self._live.pop(session_id, None)
-        if live is not None:
-            await live.stop()
-
     # -- a server's life ----------------------------------------------------------------------------------------
 
     async def take_up(self) -> list[str]:
         """After a start, before any door opens: every session that had not ended goes on. Their ids."""
-        found = await self._rooms.database.read(rows.live)
+        found = await self._rooms.database.read(rows.not_ended)
         for session in found:
             self._take_calls(session)
         await self._rooms.exchange.load()
-        living = {session.id for session in found}
+        unended = {session.id for session in found}
         for session in found:
-            self._run(session, resumed=True)
-            if session.parent_id is not None and session.parent_id not in living:
+            if session.ending is not None:
+                self._live[session.id] = self._made(session)
+                self._see_to_end(session.id)
+            elif session.parent_id is not None and session.parent_id not in unended:
                 # Its parent's end was stored, and the server did not live to end the children.
-                self._tasks.create_task(self.end(_SERVER, "server", session.id))
+                self._live[session.id] = self._made(session)
+                self._tasks.create_task(self.end(_SERVER, "server", session.id, reason=PARENT_ENDED))
+            else:
+                self._run(session, resumed=True)
         return [session.id for session in found]
 
     async def bind(self, actor: Actor, session: rows.Session, stream_id: str | None) -> None:

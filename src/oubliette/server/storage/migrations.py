@@ -22,7 +22,7 @@ _FIRST = (
     "CREATE INDEX workspaces_by_project ON workspaces (project_id, created_at)",
     """CREATE TABLE sessions (
         id TEXT PRIMARY KEY, project_id TEXT NOT NULL, workspace_id TEXT NOT NULL,
-        owner TEXT NOT NULL, token_id TEXT, state TEXT NOT NULL, reason TEXT,
+        owner TEXT NOT NULL, token_id TEXT, state TEXT NOT NULL, ending TEXT, reason TEXT,
         parent_id TEXT, root_id TEXT NOT NULL, depth INTEGER NOT NULL,
         settings TEXT NOT NULL,
         declaration TEXT, stream_id TEXT,
