@@ -254,7 +254,9 @@ class App:
         messages = Messages(
             stands,
             sessions,
+            tasks=tasks,
             bounds=Bounds(
+                sessions=settings.sessions_max,
                 sessions_per_project=settings.sessions_per_project,
                 max_depth=settings.max_depth,
                 max_descendants=settings.max_children,

@@ -47,3 +47,10 @@ async def write(tx: Tx, at: float, told: Entry) -> None:
         told.target,
         told.outcome,
     )
+
+
+async def note(
+    tx: Tx, at: float, actor: Actor, *, door: str, operation: str, target: str, outcome: str = "ok"
+) -> None:
+    """Write that what this actor asked was done, or what became of it."""
+    await write(tx, at, entry(actor, door=door, operation=operation, outcome=outcome, target=target))

@@ -83,7 +83,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_children: Annotated[
         int, Meta(ge=0, description="How many sessions may descend from one that a caller started.")
     ] = 50
-    sessions_per_project: Annotated[Count, Meta(description="Live sessions per project.")] = 10
+    sessions_max: Annotated[
+        Count, Meta(description="Live sessions on this server, each with its box; those that droids start, too.")
+    ] = 100
+    sessions_per_project: Annotated[
+        Count, Meta(description="Live sessions per project that callers started; `max_children` bounds the rest.")
+    ] = 10
     idle_after_s: Annotated[
         Positive, Meta(description="A session with no turn and no message for so long is ended.")
     ] = 1800.0

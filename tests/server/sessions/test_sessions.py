@@ -290,6 +290,21 @@ async def test_the_slots_of_a_project_are_bounded_and_an_ended_session_frees_its
         await here.ask("session_spawn", project_id=project, message="x", wait_seconds=20)
 
 
+async def test_the_sessions_of_a_server_are_bounded_and_children_count(tmp_path: Path):
+    async with world(tmp_path / "h", sessions_max=2) as here:
+        project, other = await here.project(), await here.project()
+        root = await here.run(project, f"[{CHILD}, {CHILD}]")
+        results = [event for event in await here.events(root["session_id"]) if event["type"] == "tool_result"]
+        assert [event.get("is_error", False) for event in results] == [False, True]
+        assert "sessions_max (2) is reached" in str(results[-1]["content"])
+        with pytest.raises(TooMany, match=r"sessions_max \(2\) is reached"):
+            await here.ask("session_spawn", project_id=other, message="x")
+        assert (await here.ask("config_limits", project_id=other))["sessions"] == {"value": 2, "source": "server"}
+        (child,) = (await here.ask("session_get", session_id=root["session_id"]))["children"]
+        await here.ask("session_end", session_id=child)
+        await here.ask("session_spawn", project_id=other, message="x", wait_seconds=20)
+
+
 async def test_a_session_that_idles_for_too_long_is_ended(tmp_path: Path):
     async with world(tmp_path / "h", idle_after_s=0.2) as here:
         project = await here.project()

@@ -36,7 +36,8 @@ class LimitsShown(msgspec.Struct, kw_only=True):
     project_id: str
     max_recursion_depth: Bound
     max_agents_per_session: Bound
-    sessions_per_project: Bound
+    sessions: Annotated[Bound, Meta(description="Live on the whole server, children too.")]
+    sessions_per_project: Annotated[Bound, Meta(description="Live ones that callers started.")]
     pending_calls_per_session: Bound
     queued_messages_per_session: Bound
     session: SessionLeft | None = None
@@ -62,6 +63,7 @@ async def show(rooms: Rooms, asked: Asked, params: ConfigLimits) -> LimitsShown:
             project_id=project.id,
             max_recursion_depth=_bound(project.settings.get("max_recursion_depth"), bounds.max_depth),
             max_agents_per_session=_bound(project.settings.get("max_agents_per_session"), bounds.max_descendants),
+            sessions=Bound(value=bounds.sessions, source="server"),
             sessions_per_project=Bound(value=bounds.sessions_per_project, source="server"),
             pending_calls_per_session=Bound(value=PENDING_CALLS_PER_SESSION, source="fixed"),
             queued_messages_per_session=Bound(value=QUEUED_MESSAGES_PER_SESSION, source="fixed"),

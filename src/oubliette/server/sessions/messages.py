@@ -13,8 +13,9 @@ from oubliette.server.sessions import rows
 from oubliette.server.sessions.lifecycle import State
 from oubliette.server.sessions.rows import Choices
 from oubliette.server.sessions.session import Rooms
-from oubliette.server.sessions.sessions import Sessions
+from oubliette.server.sessions.sessions import Kept, Sessions
 from oubliette.server.storage.database import Tx
+from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor
 from oubliette.wire.events import CallerToolsDeclared, ChildStarted, Event, Status, UserMessage
 
@@ -54,54 +55,53 @@ class Messaged:
     log_end: int  # with it
 
 
-# Commits with a message what somebody has to know of it after a crash.
-Kept = Callable[[Tx, Messaged], Awaitable[None]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What was committed with a message, and who is to hear of it."""
+
+    messaged: Messaged
+    redeclared: bool = False
+    parent_end: int | None = None  # where the parent's log ends with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    sessions_per_project: int
+    sessions: int  # of the whole server, children too
+    sessions_per_project: int  # that callers started
     max_depth: int
     max_descendants: int
 
 
 class Messages:
-    def __init__(self, rooms: Rooms, sessions: Sessions, *, bounds: Bounds) -> None:
+    def __init__(self, rooms: Rooms, sessions: Sessions, *, bounds: Bounds, tasks: Tasks) -> None:
         self._rooms = rooms
         self._sessions = sessions
         self._bounds = bounds
+        self._tasks = tasks
 
     @property
     def bounds(self) -> Bounds:
         return self._bounds
 
-    async def message(self, actor: Actor, door: str, project_id: str, wanted: Wanted, kept: Kept) -> Messaged:
+    async def message(self, actor: Actor, door: str, project_id: str, wanted: Wanted, kept: Kept[Messaged]) -> Messaged:
         """Give a message to the live session of a workspace, or start one with it."""
         await self._rooms.boxes.runtime.check()
-        now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> tuple[Messaged, bool]:
+        async def give(tx: Tx, now: float) -> _Written:
             project = await projects.get(tx, project_id)
             where = await self._workspace(tx, project, wanted, now)
             current = await rows.live_in(tx, project_id, where.workspace.id)
             if current is None:
-                started = await self._start(tx, actor, project, where, wanted, now)
-                await _note(tx, actor, door, "session_message", started.session.id, now)
-                await kept(tx, started)
-                return started, wanted.declaration is not None
-            sent, redeclared = await self._send(tx, actor, current, wanted, now)
-            sent = replace(sent, workspace_created=where.created)
-            await _note(tx, actor, door, "session_message", current.id, now)
-            await kept(tx, sent)
-            return sent, redeclared
+                return _Written(messaged=await self._start(tx, actor, project, where, wanted, now))
+            written = await self._send(tx, actor, current, wanted, now)
+            return replace(written, messaged=replace(written.messaged, workspace_created=where.created))
 
-        return await self._settled(await self._rooms.database.write(write), wanted)
+        return await self._do(actor, door, "session_message", give, wanted, kept)
 
-    async def send(self, actor: Actor, door: str, session_id: str, wanted: Wanted, kept: Kept) -> Messaged:
+    async def send(self, actor: Actor, door: str, session_id: str, wanted: Wanted, kept: Kept[Messaged]) -> Messaged:
         """Give a message to this very session."""
-        now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> tuple[Messaged, bool]:
+        async def give(tx: Tx, now: float) -> _Written:
             current = await rows.get(tx, session_id)
             if not current.is_live:
                 raise Conflict(f"session {session_id} has ended ({current.reason}): start another")
@@ -109,33 +109,27 @@ class Messages:
                 raise Conflict(
                     f"session {session_id} works in workspace {current.workspace_id}: leave workspace_id out"
                 )
-            sent, redeclared = await self._send(tx, actor, current, wanted, now)
-            await _note(tx, actor, door, "session_message", session_id, now)
-            await kept(tx, sent)
-            return sent, redeclared
+            return await self._send(tx, actor, current, wanted, now)
 
-        return await self._settled(await self._rooms.database.write(write), wanted)
+        return await self._do(actor, door, "session_message", give, wanted, kept)
 
-    async def spawn(self, actor: Actor, door: str, project_id: str, wanted: Wanted, kept: Kept) -> Messaged:
+    async def spawn(self, actor: Actor, door: str, project_id: str, wanted: Wanted, kept: Kept[Messaged]) -> Messaged:
         """Start a new session, whatever else lives in its workspace."""
         await self._rooms.boxes.runtime.check()
-        now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> tuple[Messaged, bool]:
+        async def give(tx: Tx, now: float) -> _Written:
             project = await projects.get(tx, project_id)
             where = await self._workspace(tx, project, wanted, now)
-            started = await self._start(tx, actor, project, where, wanted, now)
-            await _note(tx, actor, door, "session_spawn", started.session.id, now)
-            await kept(tx, started)
-            return started, wanted.declaration is not None
+            return _Written(messaged=await self._start(tx, actor, project, where, wanted, now))
 
-        return await self._settled(await self._rooms.database.write(write), wanted)
+        return await self._do(actor, door, "session_spawn", give, wanted, kept)
 
-    async def spawn_child(self, actor: Actor, door: str, parent_id: str, wanted: Wanted, kept: Kept) -> Messaged:
+    async def spawn_child(
+        self, actor: Actor, door: str, parent_id: str, wanted: Wanted, kept: Kept[Messaged]
+    ) -> Messaged:
         """Start a session below another: with its root's owner and budget, and its parent's caller tools."""
-        now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> tuple[Messaged, int]:
+        async def give(tx: Tx, now: float) -> _Written:
             parent = await rows.get(tx, parent_id)
             if not parent.is_live:
                 raise Conflict(f"session {parent_id} has ended: it starts no more sessions")
@@ -151,23 +145,42 @@ class Messages:
             project = await projects.get(tx, parent.project_id)
             where = await self._workspace(tx, project, wanted, now, default=parent.workspace_id)
             started = await self._start(tx, actor, project, where, wanted, now, parent=parent)
-            await _note(tx, actor, door, "session_spawn", started.session.id, now)
-            await kept(tx, started)
             child = ChildStarted(child_session_id=started.session.id)
-            return started, await self._rooms.events.append(tx, parent_id, (child,), now)
+            return _Written(messaged=started, parent_end=await self._rooms.events.append(tx, parent_id, (child,), now))
 
-        started, parent_end = await self._rooms.database.write(write)
-        messaged = await self._settled((started, False), wanted)
-        self._rooms.following.wake(parent_id, parent_end)
-        return messaged
+        return await self._do(actor, door, "session_spawn", give, wanted, kept)
 
-    async def _settled(self, written: tuple[Messaged, bool], wanted: Wanted) -> Messaged:
+    async def _do(
+        self,
+        actor: Actor,
+        door: str,
+        operation: str,
+        give: Callable[[Tx, float], Awaitable[_Written]],
+        wanted: Wanted,
+        kept: Kept[Messaged],
+    ) -> Messaged:
+        """Commit a message with its audit, and let it take effect; whoever asked may leave in between."""
+        now = self._rooms.clock.now()
+
+        async def write(tx: Tx) -> _Written:
+            written = await give(tx, now)
+            session_id = written.messaged.session.id
+            await audit.note(tx, now, actor, door=door, operation=operation, target=session_id)
+            await kept(tx, written.messaged)
+            return written
+
+        async def done() -> Messaged:
+            return await self._settled(await self._rooms.database.write(write), wanted)
+
+        return await self._tasks.to_the_end(done())
+
+    async def _settled(self, written: _Written, wanted: Wanted) -> Messaged:
         """After the commit: the session's task begins or is woken, and its clients learn of new tools."""
-        messaged, redeclared = written
+        messaged = written.messaged
         session = messaged.session
         if messaged.spawned:
             self._sessions.begin(session, api_key=wanted.api_key)
-        elif redeclared:
+        elif written.redeclared:
             self._sessions.redeclare(session)
         live = self._sessions.live(session.id)
         if live is not None:
@@ -175,6 +188,8 @@ class Messages:
                 await live.cancel()
             live.wake()
         self._rooms.following.wake(session.id, messaged.log_end)
+        if written.parent_end is not None and session.parent_id is not None:
+            self._rooms.following.wake(session.parent_id, written.parent_end)
         return messaged
 
     async def _workspace(
@@ -204,10 +219,7 @@ class Messages:
         *,
         parent: rows.Session | None = None,
     ) -> Messaged:
-        if parent is None and await rows.count_live(tx, project.id) >= self._bounds.sessions_per_project:
-            raise TooMany(
-                f"{self._bounds.sessions_per_project} sessions of this project are live: end one with session_end"
-            )
+        await self._check_room(tx, project.id, is_root=parent is None)
         session_id = ids.new_session_id(now)
         declaration = wanted.declaration
         if declaration is None and parent is not None:
@@ -251,6 +263,13 @@ class Messages:
             log_end=end,
         )
 
+    async def _check_room(self, tx: Tx, project_id: str, *, is_root: bool) -> None:
+        bounds = self._bounds
+        if is_root and await rows.count_roots(tx, project_id) >= bounds.sessions_per_project:
+            raise TooMany(f"{bounds.sessions_per_project} sessions of this project are live: end one with session_end")
+        if await rows.count(tx) >= bounds.sessions:
+            raise TooMany(f"sessions_max ({bounds.sessions}) is reached: that many sessions live on this server")
+
     def _choices(self, project: Project, wanted: Wanted, parent: rows.Session | None) -> Choices:
         if parent is not None:
             # A child has no more than its parent: its scope is the parent's at most, its bounds are the root's.
@@ -269,9 +288,7 @@ class Messages:
             ),
         )
 
-    async def _send(
-        self, tx: Tx, actor: Actor, current: rows.Session, wanted: Wanted, now: float
-    ) -> tuple[Messaged, bool]:
+    async def _send(self, tx: Tx, actor: Actor, current: rows.Session, wanted: Wanted, now: float) -> _Written:
         """Queue a message for a live session. Only its owner changes what is lent to it."""
         said: list[Event] = []
         redeclared = wanted.declaration is not None and wanted.declaration != current.declaration
@@ -299,7 +316,7 @@ class Messages:
             last_event_index=current.next_index - 1,
             log_end=end,
         )
-        return messaged, redeclared
+        return _Written(messaged=messaged, redeclared=redeclared)
 
 
 def replace_choices(choices: Choices, *, autonomy: str, oubliette_scope: str | None) -> Choices:
@@ -322,7 +339,3 @@ def _declared(declaration: Declaration) -> CallerToolsDeclared:
         tools=[tool.name for tool in declaration.tools],
         names=declaration.names(),
     )
-
-
-async def _note(tx: Tx, actor: Actor, door: str, operation: str, target: str, now: float) -> None:
-    await audit.write(tx, now, audit.entry(actor, door=door, operation=operation, outcome="ok", target=target))

@@ -174,7 +174,14 @@ async def not_ended(tx: Tx) -> list[Session]:
     return [_session(row) for row in rows]
 
 
-async def count_live(tx: Tx, project_id: str) -> int:
+async def count(tx: Tx) -> int:
+    """Every session of the server that keeps a box or will."""
+    row = await tx.one("SELECT count(*) FROM sessions WHERE ended_at IS NULL")
+    assert row is not None
+    return row[0]
+
+
+async def count_roots(tx: Tx, project_id: str) -> int:
     row = await tx.one(
         "SELECT count(*) FROM sessions WHERE project_id = ? AND ended_at IS NULL AND parent_id IS NULL", project_id
     )

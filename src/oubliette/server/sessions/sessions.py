@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from oubliette.server import audit
 from oubliette.server.errors import NotFound
@@ -23,8 +24,9 @@ _SERVER = Actor(principal="server", scope=Scope.ADMIN)
 PARENT_ENDED = "its parent ended"
 
 
-# Commits with an end what somebody has to know of it after a crash.
-Kept = Callable[[Tx, rows.Session], Awaitable[None]]
+T = TypeVar("T")
+# Commits with an effect what somebody has to know of it after a crash.
+Kept = Callable[[Tx, T], Awaitable[None]]
 
 
 class Sessions:
@@ -76,7 +78,7 @@ class Sessions:
         actor: Actor,
         door: str,
         session_id: str,
-        kept: Kept | None = None,
+        kept: Kept[rows.Session] | None = None,
         *,
         reason: str = "ended on request",
     ) -> rows.Session:
@@ -86,7 +88,7 @@ class Sessions:
         async def write(tx: Tx) -> None:
             will_be = await ends.decide(tx, session_id, Move.END, reason, now)
             outcome = "ok" if will_be is not None else "ended already"
-            await _note(tx, actor, door, "session_end", session_id, now, outcome)
+            await audit.note(tx, now, actor, door=door, operation="session_end", target=session_id, outcome=outcome)
             if will_be is not None:
                 if kept is not None:
                     # It is decided: whoever hears of this after a crash hears of an end that comes, if not here.
@@ -148,7 +150,7 @@ class Sessions:
         outcome = "ok" if live is not None and live.has_open_turn else "nothing open"
 
         async def write(tx: Tx) -> None:
-            await _note(tx, actor, door, "session_cancel", session_id, now, outcome)
+            await audit.note(tx, now, actor, door=door, operation="session_cancel", target=session_id, outcome=outcome)
 
         # Before it is done: whoever asks may leave while the droid is still letting go.
         await self._rooms.database.write(write)
@@ -192,10 +194,6 @@ class Sessions:
                 raise NotFound(f"no session {session_id!r}: session_list shows them", hidden=True)
             one = await self.get(one.parent_id)
         return session
-
-
-async def _note(tx: Tx, actor: Actor, door: str, operation: str, target: str, now: float, outcome: str = "ok") -> None:
-    await audit.write(tx, now, audit.entry(actor, door=door, operation=operation, outcome=outcome, target=target))
 
 
 def _nobody(session_id: str) -> None:

@@ -32,6 +32,7 @@ _FIRST = (
         created_at REAL NOT NULL, updated_at REAL NOT NULL, ended_at REAL)""",
     "CREATE INDEX sessions_by_workspace ON sessions (project_id, workspace_id, created_at)",
     "CREATE INDEX sessions_by_state ON sessions (state)",
+    "CREATE INDEX sessions_not_ended ON sessions (created_at) WHERE ended_at IS NULL",
     "CREATE INDEX sessions_by_parent ON sessions (parent_id)",
     """CREATE TABLE events (
         session_id TEXT NOT NULL, idx INTEGER NOT NULL, type TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL,
