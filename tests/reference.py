@@ -87,6 +87,7 @@ def states() -> str:
     lines = ["# States", "", "Every move that there is; what is not here is refused.", ""]
     for title, moves in (
         ("A session", lifecycle.MOVES),
+        ("A turn", lifecycle.TURN_MOVES),
         ("A call of a caller's tool", ledger.MOVES),
     ):
         lines += [f"## {title}", "", "| state | on | becomes |", "| --- | --- | --- |"]

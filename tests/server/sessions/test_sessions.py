@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from oubliette.server.app import LOCAL
 from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.droids.profiles import builtin
 from oubliette.server.errors import (
@@ -22,6 +23,8 @@ from oubliette.server.errors import (
     Unauthenticated,
 )
 from oubliette.server.home import Home
+from oubliette.server.operations.operation import Asked
+from oubliette.server.operations.session import SessionMessage, SessionMessaged, waited
 from oubliette.server.sessions import ends, session
 from oubliette.server.sessions.lifecycle import Move
 from oubliette.server.storage.sqlite import SqliteDatabase
@@ -340,6 +343,52 @@ async def test_a_box_that_dies_between_turns_is_told_and_the_next_message_gets_a
         assert warning["kind"] == "box_lost"
         second = await here.run(project, '[{"say": "two"}]')
         assert (second["session_id"], second["result"], second.get("error")) == (first["session_id"], "two", None)
+
+
+async def test_turns_are_shown_as_far_as_they_fit_and_the_rest_is_to_be_had(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        session_id = (await here.run(project, '[{"say": "x"}]'))["session_id"]
+        large = "l" * 400_000
+        for _ in range(4):
+            await here.ask("session_message", session_id=session_id, message=f'{large}<<plan [{{"say": "y"}}]>>')
+        await here.ask("session_watch", session_id=session_id, wait_seconds=20)
+        newest = await here.ask("session_get", session_id=session_id, turns=100)
+        assert [turn["turn"] for turn in newest["turns"]] == [4, 5]
+        assert newest["turns_left_out"] == 3
+        older = await here.ask("session_get", session_id=session_id, turns=100, before_turn=4)
+        assert [turn["turn"] for turn in older["turns"]] == [1, 2, 3]
+        assert "turns_left_out" not in older
+
+
+async def test_a_result_that_was_waited_for_is_told_though_many_turns_came_after_it(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        told = await here.run(project, '[{"say": "one"}]')
+        await here.database.write(
+            lambda tx: tx.run(
+                "WITH RECURSIVE n (i) AS (SELECT 2 UNION ALL SELECT i + 1 FROM n WHERE i < 130)"
+                " INSERT INTO turns SELECT session_id, i, '', 'ended', NULL, 1, 1, 1, 'end_turn', '', NULL, NULL"
+                " FROM turns JOIN n WHERE session_id = ? AND number = 1",
+                told["session_id"],
+            )
+        )
+        await here.database.write(lambda tx: tx.run("UPDATE sessions SET turns = 130"))
+        params = SessionMessage(session_id=told["session_id"], message="x", wait_seconds=20)
+        known = SessionMessaged(
+            **{name: told[name] for name in SessionMessaged.__struct_fields__ if name in told and name != "result"}
+        )
+        again = await waited(here.app.gate._rooms, Asked(actor=LOCAL, door="local"), params, known)
+        assert again.result == "one"
+
+
+async def test_a_list_of_sessions_is_without_what_is_lent_to_them(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project = await here.project()
+        await here.run(project, '[{"say": "x"}]', context=TOOLS)
+        (listed,) = (await here.ask("session_list", project_id=project))["sessions"]
+        assert "caller_tools" not in listed
+        assert (await here.ask("session_get", session_id=listed["session_id"]))["caller_tools"] == {"echo": "ant_echo"}
 
 
 async def test_a_derived_key_is_cut_to_its_creators_rights_and_dies_with_the_session(tmp_path: Path):

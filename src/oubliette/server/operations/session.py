@@ -14,6 +14,7 @@ from oubliette.server.limits import (
     MESSAGE_BYTES,
     NAME_CHARS,
     OFFSET_MAX,
+    PAGE_BYTES,
     PROMISE_ANSWER_S,
     PROMISE_POLL_S,
     WAIT_S_MAX,
@@ -111,7 +112,8 @@ class SessionNamed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class SessionGet(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     session_id: SessionId
-    turns: Annotated[int, Meta(ge=0, le=100, description="Show so many of the newest turns.")] = 1
+    turns: Annotated[int, Meta(ge=0, le=100, description="Show so many of the newest turns, as far as they fit.")] = 1
+    before_turn: Annotated[int, Meta(ge=1, description="Only turns before this one.")] | None = None
 
 
 class SessionList(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -160,6 +162,9 @@ class SessionShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     usage: Annotated[
         dict[str, int] | None, Meta(description="The tokens that all its turns used, where the droid counts them.")
     ] = None
+    turns_left_out: Annotated[
+        int, Meta(description="So many of the turns asked for did not fit: ask with before_turn for older ones.")
+    ] = 0
 
 
 class SessionsShown(msgspec.Struct, kw_only=True):
@@ -318,8 +323,9 @@ async def _as_it_is_now(rooms: Rooms, asked: Asked, told: SessionMessaged) -> Se
     is_owner = asked.actor.principal == session.owner
     if is_owner:
         rooms.exchange.promise(session.id, PROMISE_ANSWER_S)
-    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=20))
-    turn = next((one for one in turns if one.number == told.turn and one.ended_at is not None), None)
+    turn = await rooms.database.read(lambda tx: rows.turn(tx, session.id, told.turn))
+    if turn is not None and turn.ended_at is None:
+        turn = None
     declaration = session.declaration if is_owner else None
     return msgspec.structs.replace(
         told,
@@ -376,12 +382,16 @@ async def get(rooms: Rooms, asked: Asked, params: SessionGet) -> SessionShown:
     del asked
 
     async def read(tx: Tx) -> SessionShown:
-        shown = _shown(rooms, await rows.get(tx, params.session_id))
+        session = await rows.get(tx, params.session_id)
+        shown = _shown(rooms, session)
         shown.children = [child.id for child in await rows.children(tx, params.session_id)]
         shown.usage = await rows.usage(tx, params.session_id) or None
         if params.turns:
-            turns = await rows.turns(tx, params.session_id, last=params.turns)
+            newest = session.turns + 1
+            before = min(params.before_turn or newest, newest)
+            turns = await rows.turns(tx, session.id, before=before, last=params.turns, max_bytes=PAGE_BYTES)
             shown.turns = [_turn_shown(turn) for turn in turns]
+            shown.turns_left_out = min(params.turns, before - 1) - len(turns)
         return shown
 
     return await rooms.database.read(read)
@@ -465,9 +475,7 @@ async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsSho
             await follow(rooms, asked, session, seen, seconds=params.wait_seconds, until="event")
             page = await rooms.events.page(session.id, params.since_index, max_events=params.max_events)
         shown, more, last = page.events, page.last_index < page.end_index, page.last_index
-    _promise(rooms, asked, session)
-    current = await rooms.sessions.get(session.id)
-    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=1))
+    current, final_response = await _standing(rooms, asked, session)
     return EventsShown(
         session_id=session.id,
         status=current.state.value,
@@ -480,7 +488,7 @@ async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsSho
         error=_error(current),
         cursor=cursor,
         pending_caller_requests=rooms.exchange.pending_count(session.id),
-        final_response=turns[-1].text if turns and turns[-1].ended_at is not None else None,
+        final_response=final_response,
     )
 
 
@@ -488,10 +496,20 @@ def _error(session: rows.Session) -> str | None:
     return session.reason if session.state in FAILURES else None
 
 
-def _promise(rooms: Rooms, asked: Asked, session: rows.Session) -> None:
-    """A page or a watch of the owner promises the next one."""
+async def _standing(rooms: Rooms, asked: Asked, session: rows.Session) -> tuple[rows.Session, str | None]:
+    """The session as it is now, and its last turn's text once that is over.
+
+    It is told with a page or a watch: where they are the owner's, they promise the next one.
+    """
     if asked.actor.principal == session.owner and not asked.actor.inside:
         rooms.exchange.promise(session.id, PROMISE_POLL_S)
+
+    async def read(tx: Tx) -> tuple[rows.Session, str | None]:
+        current = await rows.get(tx, session.id)
+        last = await rows.turn(tx, session.id, current.turns)
+        return current, last.text if last is not None else None
+
+    return await rooms.database.read(read)
 
 
 class Watched(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -511,9 +529,7 @@ async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
     await rooms.sessions.bind(asked.actor, session, asked.stream_id)
     seen = Seen(params.since_index, deltas=params.deltas)
     ended_by = await follow(rooms, asked, session, seen, seconds=params.wait_seconds, until=params.until)
-    _promise(rooms, asked, session)
-    current = await rooms.sessions.get(session.id)
-    turns = await rooms.database.read(lambda tx: rows.turns(tx, session.id, last=1))
+    current, final_response = await _standing(rooms, asked, session)
     return Watched(
         session_id=session.id,
         status=current.state.value,
@@ -521,7 +537,7 @@ async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
         ended_by=ended_by,
         events=seen.kept,
         error=_error(current),
-        final_response=turns[-1].text if turns and turns[-1].ended_at is not None else None,
+        final_response=final_response,
     )
 
 

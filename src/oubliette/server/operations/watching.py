@@ -149,8 +149,8 @@ async def _over(tx: Tx, session_id: str, until: str, turn: int | None) -> str | 
     if session.state in ENDS:
         return "end"
     if turn is not None:
-        turns = await rows.turns(tx, session_id, last=100)
-        return "idle" if any(one.number == turn and one.ended_at is not None for one in turns) else None
+        followed = await rows.turn(tx, session_id, turn)
+        return "idle" if followed is not None and followed.ended_at is not None else None
     if until == "idle" and session.state is State.IDLE and await rows.next_turn(tx, session_id) is None:
         return "idle"
     return None

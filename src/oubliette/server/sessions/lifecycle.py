@@ -16,7 +16,6 @@ class State(StrEnum):
 
 
 class Move(StrEnum):
-    READY = "ready"
     TURN = "turn"  # a turn begins
     REST = "rest"  # the turn is over
     END = "end"
@@ -26,7 +25,6 @@ class Move(StrEnum):
 
 MOVES: Mapping[State, Mapping[Move, State]] = {
     State.STARTING: {
-        Move.READY: State.IDLE,
         Move.TURN: State.RUNNING,
         Move.END: State.COMPLETED,
         Move.FAIL: State.FAILED,
@@ -62,5 +60,24 @@ def moved(state: State, move: Move) -> State:
 class TurnState(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
-    ENDED = "ended"
+    ENDED = "ended"  # by its droid, by a failure, or with its session
     CANCELLED = "cancelled"  # before it began
+
+
+class TurnMove(StrEnum):
+    BEGIN = "begin"
+    END = "end"
+    DROP = "drop"  # its session ends
+
+
+TURN_MOVES: Mapping[TurnState, Mapping[TurnMove, TurnState]] = {
+    TurnState.QUEUED: {TurnMove.BEGIN: TurnState.RUNNING, TurnMove.DROP: TurnState.CANCELLED},
+    TurnState.RUNNING: {TurnMove.END: TurnState.ENDED},
+    TurnState.ENDED: {},
+    TurnState.CANCELLED: {},
+}
+
+
+def turn_step(move: TurnMove) -> tuple[TurnState, TurnState]:
+    """From where a move of a turn leads, and where to; a turn that is elsewhere stays there."""
+    return next((state, ways[move]) for state, ways in TURN_MOVES.items() if move in ways)

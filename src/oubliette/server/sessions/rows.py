@@ -9,7 +9,7 @@ import msgspec
 from oubliette.server.caller_tools.declaration import Declaration
 from oubliette.server.errors import NotFound, TooMany
 from oubliette.server.limits import QUEUED_MESSAGES_PER_SESSION
-from oubliette.server.sessions.lifecycle import ENDS, Move, State, TurnState, moved
+from oubliette.server.sessions.lifecycle import ENDS, Move, State, TurnMove, TurnState, moved, turn_step
 from oubliette.server.storage.database import Row, Tx
 from oubliette.wire.events import Event, Status
 
@@ -73,6 +73,8 @@ _SESSION = (
     "id, project_id, workspace_id, owner, token_id, state, ending, reason, parent_id, root_id, depth, settings,"
     " declaration, stream_id, next_index, turns, external_id, source, created_at, updated_at, ended_at"
 )
+# What is lent to a session may be megabytes: who reads many sessions reads them without.
+_BRIEF = _SESSION.replace(" declaration,", " NULL,")
 _TURN = "number, prompt, state, source, created_at, started_at, ended_at, stop_reason, text, error, usage"
 _COUNT_MAX = 2**63 - 1  # beyond it JSON's readers end
 _choices = msgspec.json.Decoder(Choices).decode
@@ -197,17 +199,18 @@ async def count_descendants(tx: Tx, root_id: str) -> int:
 
 
 async def children(tx: Tx, session_id: str) -> list[Session]:
+    """Oldest first, without what is lent to them."""
     rows = await tx.all(
-        f"SELECT {_SESSION} FROM sessions WHERE parent_id = ? ORDER BY created_at, id",  # noqa: S608
+        f"SELECT {_BRIEF} FROM sessions WHERE parent_id = ? ORDER BY created_at, id",  # noqa: S608
         session_id,
     )
     return [_session(row) for row in rows]
 
 
 async def tree(tx: Tx, session: Session) -> list[Session]:
-    """The session and everything below it."""
+    """The session and everything below it, without what is lent to them."""
     rows = await tx.all(
-        f"SELECT {_SESSION} FROM sessions WHERE root_id = ? ORDER BY depth, created_at, id",  # noqa: S608
+        f"SELECT {_BRIEF} FROM sessions WHERE root_id = ? ORDER BY depth, created_at, id",  # noqa: S608
         session.root_id,
     )
     found = {session.id}
@@ -223,10 +226,10 @@ async def tree(tx: Tx, session: Session) -> list[Session]:
 async def listed(
     tx: Tx, project_id: str, *, states: Sequence[str], parent_id: str | None, limit: int, offset: int
 ) -> list[Session]:
-    """Newest first; without states, of every state; children only of the parent that is named."""
+    """Newest first, without what is lent to them; without states, of every state; children of the parent named."""
     marks = ", ".join("?" * len(states)) or "NULL"
     rows = await tx.all(
-        f"SELECT {_SESSION} FROM sessions WHERE project_id = ? AND (? = 0 OR state IN ({marks}))"  # noqa: S608
+        f"SELECT {_BRIEF} FROM sessions WHERE project_id = ? AND (? = 0 OR state IN ({marks}))"  # noqa: S608
         " AND (? IS NULL OR parent_id = ?) ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?",
         project_id,
         len(states),
@@ -318,14 +321,25 @@ async def next_turn(tx: Tx, session_id: str) -> Turn | None:
     return _turn(row) if row is not None else None
 
 
-async def turns(tx: Tx, session_id: str, *, last: int) -> list[Turn]:
-    """The newest turns, oldest first."""
-    rows = await tx.all(
-        f"SELECT {_TURN} FROM turns WHERE session_id = ? ORDER BY number DESC LIMIT ?",  # noqa: S608
-        session_id,
-        last,
-    )
-    return [_turn(row) for row in reversed(rows)]
+async def turn(tx: Tx, session_id: str, number: int) -> Turn | None:
+    row = await tx.one(f"SELECT {_TURN} FROM turns WHERE session_id = ? AND number = ?", session_id, number)  # noqa: S608
+    return _turn(row) if row is not None else None
+
+
+async def turns(tx: Tx, session_id: str, *, before: int, last: int, max_bytes: int) -> list[Turn]:
+    """The newest turns before a number, oldest first; fewer where they are large, but one at least."""
+    found: list[Turn] = []
+    room = max_bytes
+    # Numbers have no gaps. One after the other: what does not fit is not read.
+    for number in range(before - 1, max(0, before - 1 - last), -1):
+        one = await turn(tx, session_id, number)
+        if one is None:
+            break
+        room -= len(_encode(one))
+        if room < 0 and found:
+            break
+        found.append(one)
+    return found[::-1]
 
 
 async def usage(tx: Tx, session_id: str) -> dict[str, int]:
@@ -339,11 +353,14 @@ async def usage(tx: Tx, session_id: str) -> dict[str, int]:
 
 
 async def begin_turn(tx: Tx, session_id: str, number: int, now: float) -> bool:
+    waiting, begun = turn_step(TurnMove.BEGIN)
     changed = await tx.run(
-        "UPDATE turns SET state = 'running', started_at = ? WHERE session_id = ? AND number = ? AND state = 'queued'",
+        "UPDATE turns SET state = ?, started_at = ? WHERE session_id = ? AND number = ? AND state = ?",
+        begun.value,
         now,
         session_id,
         number,
+        waiting.value,
     )
     return changed == 1
 
@@ -360,9 +377,11 @@ async def end_turn(
     usage: dict[str, Any] | None,
 ) -> float | None:
     """Close a running turn; when it started, or None where it was not running."""
+    open_, over = turn_step(TurnMove.END)
     row = await tx.one(
-        "UPDATE turns SET state = 'ended', ended_at = ?, stop_reason = ?, text = ?, error = ?, usage = ?"
-        " WHERE session_id = ? AND number = ? AND state = 'running' RETURNING started_at",
+        "UPDATE turns SET state = ?, ended_at = ?, stop_reason = ?, text = ?, error = ?, usage = ?"
+        " WHERE session_id = ? AND number = ? AND state = ? RETURNING started_at",
+        over.value,
         now,
         stop_reason,
         text,
@@ -370,11 +389,17 @@ async def end_turn(
         _encode(usage).decode() if usage is not None else None,
         session_id,
         number,
+        open_.value,
     )
     return row[0] if row is not None else None
 
 
 async def drop_queued(tx: Tx, session_id: str, now: float) -> int:
+    waiting, dropped = turn_step(TurnMove.DROP)
     return await tx.run(
-        "UPDATE turns SET state = 'cancelled', ended_at = ? WHERE session_id = ? AND state = 'queued'", now, session_id
+        "UPDATE turns SET state = ?, ended_at = ? WHERE session_id = ? AND state = ?",
+        dropped.value,
+        now,
+        session_id,
+        waiting.value,
     )

@@ -244,8 +244,8 @@ class LiveSession:
 
     async def _has_ended(self, number: int) -> bool:
         """Whether a turn that was open when it was looked up ended meanwhile."""
-        turns = await self._rooms.database.read(lambda tx: rows.turns(tx, self._id, last=100))
-        return all(turn.ended_at is not None for turn in turns if turn.number == number)
+        turn = await self._rooms.database.read(lambda tx: rows.turn(tx, self._id, number))
+        return turn is None or turn.ended_at is not None
 
     async def _wait_over(self, droid: Droid) -> None:
         """Wait for the turn's end. A droid that waits for its caller is not silent: the caller has its own deadline."""
