@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from oubliette.server.endpoints import local
 from oubliette.server.endpoints.local import CONNECTIONS_MAX, LINE_BYTES_MAX, local_door, may_ask
 from oubliette.server.errors import Conflict
 from oubliette.server.home import address
@@ -107,3 +108,41 @@ async def test_the_socket_is_closed_to_others_and_replaces_a_dead_servers(tmp_pa
         assert path.stat().st_mode & 0o777 == 0o600
         assert (await asked(path, b'{"jsonrpc":"2.0","id":1,"method":"a"}'))[0]["result"]
     assert not path.exists()
+
+
+async def test_a_door_that_closes_lets_what_is_asked_be_answered_and_sends_the_idle_away(tmp_path: Path):
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(operation: str, params: bytes) -> object:
+        begun.set()
+        await may_end.wait()
+        return operation
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        async with local_door(tmp_path / "admin.sock", slow):
+            idle, idle_writer = await asyncio.open_unix_connection(tmp_path / "admin.sock")
+            busy = asking.create_task(asked(tmp_path / "admin.sock", b'{"id":1,"method":"m"}'))
+            await begun.wait()
+            asyncio.get_running_loop().call_later(0.05, may_end.set)
+        assert (await busy)[0]["result"] == "m"
+        assert await idle.read() == b""
+        idle_writer.close()
+
+
+async def test_what_is_asked_ends_with_its_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "END_WITHIN_S", 0.05)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(operation: str, params: bytes) -> object:
+        begun.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+        async with local_door(tmp_path / "admin.sock", endless):
+            busy = asking.create_task(asked(tmp_path / "admin.sock", b'{"id":1,"method":"m"}'))
+            await begun.wait()
+        assert ended.is_set()
+        assert await busy == [None]

@@ -11,15 +11,18 @@ import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from oubliette.server.endpoints import failures
 from oubliette.server.home import address
+from oubliette.server.tasks import Tasks
 from oubliette.wire import jsonrpc
 
 LINE_BYTES_MAX = 1024 * 1024
 CONNECTIONS_MAX = 16
+END_WITHIN_S = 2.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 # An operation's name and its parameters as JSON, to its result. Raises `OublietteError`.
@@ -28,28 +31,42 @@ Ask = Callable[[str, bytes], Awaitable[object]]
 
 @asynccontextmanager
 async def local_door(path: Path, ask: Ask) -> AsyncGenerator[None]:
-    """Serve `path` while the context is open. The home's lock is held, so a socket found there is a dead server's."""
-    listener = _listen(path)
-    open_connections = 0
+    """Serve `path` while the context is open. The home's lock is held, so a socket found there is a dead server's.
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal open_connections
-        open_connections += 1
-        try:
-            if open_connections <= CONNECTIONS_MAX and _is_ours(writer):
-                await _converse(reader, writer, ask)
-        except ConnectionError:
-            pass
-        finally:
-            open_connections -= 1
+    Its end waits for what is being answered, though not for long: nothing is asked behind it.
+    """
+    listener = _listen(path)
+    is_closing = False
+    open_connections: dict[asyncio.Task[None], tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async with Tasks() as tasks:
+
+        def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if is_closing or len(open_connections) >= CONNECTIONS_MAX or not _is_ours(writer):
+                writer.close()
+                return
+            task = tasks.create_task(_converse(reader, writer, ask), name="local door")
+            open_connections[task] = reader, writer
+            task.add_done_callback(left)
+
+        def left(task: asyncio.Task[None]) -> None:
+            _, writer = open_connections.pop(task)
             writer.close()
 
-    server = await asyncio.start_unix_server(serve, sock=listener, limit=LINE_BYTES_MAX)
-    try:
-        yield
-    finally:
-        server.close()
-        _remove(path)
+        server = await asyncio.start_unix_server(met, sock=listener, limit=LINE_BYTES_MAX)
+        try:
+            yield
+        finally:
+            is_closing = True
+            server.close()
+            _remove(path)
+            for reader, writer in open_connections.values():
+                cast("asyncio.ReadTransport", writer.transport).pause_reading()
+                reader.feed_eof()  # whoever asks nothing at the moment goes
+            if open_connections:
+                await asyncio.wait(open_connections, timeout=END_WITHIN_S)
+            for task in open_connections:
+                task.cancel()
 
 
 def _listen(path: Path) -> socket.socket:
@@ -83,12 +100,15 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     while True:
         try:
             line = await reader.readline()
-        except ValueError:  # longer than LINE_BYTES_MAX
+        except (ValueError, ConnectionError):  # longer than LINE_BYTES_MAX, or gone
             return
         if not line.endswith(b"\n"):
             return
         writer.write(await _reply(line, ask))
-        await writer.drain()
+        try:
+            await writer.drain()
+        except ConnectionError:
+            return
 
 
 async def _reply(line: bytes, ask: Ask) -> bytes:
