@@ -11,9 +11,11 @@ from oubliette.server.app import LOCAL, App, installation
 from oubliette.server.config import load
 from oubliette.server.home import Home
 from oubliette.server.operations.operation import Asked
+from oubliette.server.storage.database import Database
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tasks import Tasks
 from oubliette.server.tokens.token import Actor, Scope
+from tests.kit.suspending_database import SuspendingDatabase
 
 
 class _Done(Exception):
@@ -23,7 +25,7 @@ class _Done(Exception):
 class World:
     """A running app and short ways to ask it."""
 
-    def __init__(self, app: App, database: SqliteDatabase) -> None:
+    def __init__(self, app: App, database: Database) -> None:
         self.app = app
         self.database = database
 
@@ -55,12 +57,19 @@ class World:
 
 
 @asynccontextmanager
-async def world(home: Path, **flags: Any) -> AsyncGenerator[World]:
-    """An app on this home; leaving it ends its sessions and their boxes."""
+async def world(home: Path, *, suspends: bool = False, **flags: Any) -> AsyncGenerator[World]:
+    """An app on this home; leaving it ends its sessions and their boxes.
+
+    With `suspends`, on a database that waits at every statement and tries every unit twice.
+    """
     settings = load("", {}, {"home": str(home), **flags})
     place = Home(settings.home)
     place.make()
-    database = SqliteDatabase(place.database, durability=settings.durability)
+    database: Database
+    if suspends:
+        database = SuspendingDatabase(place.database)
+    else:
+        database = SqliteDatabase(place.database, durability=settings.durability)
     try:
         async with Tasks() as tasks:
             app = App(settings, place, database, tasks, lambda name: None, await installation(database))

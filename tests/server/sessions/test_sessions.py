@@ -37,6 +37,10 @@ CHILD = json.dumps({"tool": "session_message", "args": {"message": '<<plan [{"sa
 TOOLS: dict[str, Any] = {"caller_id": "ant", "caller_tools": [{"name": "echo"}]}
 
 
+# What is in pieces between its statements shows on a database that waits at each.
+either = pytest.mark.parametrize("suspends", [False, True], ids=["embedded", "suspending"])
+
+
 async def until(here: World | ServerProcess, session_id: str, kind: str, **fields: Any) -> dict[str, Any]:
     """Wait until the session's log holds an event of this type with these fields; the first of them."""
     since = -1
@@ -49,8 +53,9 @@ async def until(here: World | ServerProcess, session_id: str, kind: str, **field
             since = page["last_index"]
 
 
-async def test_a_message_starts_a_session_and_the_next_one_continues_it(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_a_message_starts_a_session_and_the_next_one_continues_it(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project = await here.project()
         first = await here.run(project, '[{"say": "one"}]')
         second = await here.run(project, '[{"say": "two"}]')
@@ -113,8 +118,9 @@ async def test_beyond_the_bound_the_oldest_events_go_and_asking_for_them_names_t
         assert page["first_index"] == oldest == page["events"][0]["index"]
 
 
-async def test_messages_for_a_busy_session_wait_their_turn_up_to_a_bound(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_messages_for_a_busy_session_wait_their_turn_up_to_a_bound(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project, ant = await here.project(), await here.caller("ant")
         plan = '<<plan [{"tool": "ant_echo", "args": {}}]>>'
         first = await here.ask("session_message", actor=ant, project_id=project, message=plan, context=TOOLS)
@@ -135,8 +141,9 @@ async def test_messages_for_a_busy_session_wait_their_turn_up_to_a_bound(tmp_pat
         assert [turn["text"] for turn in shown["turns"]][1:] == [str(number) for number in range(16)]
 
 
-async def test_an_interrupt_cancels_the_running_turn_and_its_calls_first(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_an_interrupt_cancels_the_running_turn_and_its_calls_first(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project, ant = await here.project(), await here.caller("ant")
         plan = '<<plan [{"tool": "ant_echo", "args": {}}, {"say": "not reached"}]>>'
         first = await here.ask("session_message", actor=ant, project_id=project, message=plan, context=TOOLS)
@@ -170,8 +177,9 @@ async def test_a_turn_cancelled_while_its_box_is_made_never_reaches_the_droid(tm
         assert (await here.run(project, '[{"say": "on"}]'))["result"] == "on"
 
 
-async def test_ending_a_session_ends_its_droid_its_calls_its_key_and_its_children(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_ending_a_session_ends_its_droid_its_calls_its_key_and_its_children(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project, ant = await here.project(), await here.caller("ant")
         plan = '[{"tool": "session_message", "args": {"message": "<<plan [{\\"sleep\\": 60}]>>"}}, {"sleep": 60}]'
         started = await here.ask(
@@ -212,8 +220,9 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-async def test_children_have_a_depth_and_a_budget_of_the_root(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_children_have_a_depth_and_a_budget_of_the_root(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project = await here.project(max_recursion_depth=1, max_agents_per_session=2)
         plan = f"[{CHILD}, {CHILD}, {CHILD}]"
         done = await here.run(project, plan)
@@ -701,8 +710,9 @@ async def test_a_tree_is_read_though_the_oldest_events_of_a_child_are_gone(tmp_p
         assert read[-1] == (await here.ask("session_get", session_id=below))["last_index"]
 
 
-async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_every_mutating_call_leaves_an_audit_row_and_every_refusal_does(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project, ant = await here.project(), await here.caller("ant")
         session_id = (await here.run(project, '[{"say": "x"}]', actor=ant))["session_id"]
         sleeping = {"session_id": session_id, "message": '<<plan [{"sleep": 60}]>>'}
@@ -842,9 +852,12 @@ async def test_children_whose_parents_end_the_server_did_not_outlive_are_ended_b
         assert (shown["status"], shown["reason"]) == ("completed", "its parent ended")
 
 
-async def test_a_message_that_comes_as_its_session_idles_out_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@either
+async def test_a_message_that_comes_as_its_session_idles_out_is_sent(
+    tmp_path: Path, suspends: bool, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(session.LiveSession, "wake", lambda _: None)  # as if it had just given up waiting
-    async with world(tmp_path / "h", idle_after_s=1.0) as here:
+    async with world(tmp_path / "h", suspends=suspends, idle_after_s=1.0) as here:
         project = await here.project()
         first = await here.run(project, '[{"say": "one"}]')
         second = await here.run(project, '[{"say": "two"}]')
@@ -865,8 +878,9 @@ async def test_a_session_does_not_idle_out_while_one_below_it_is_at_work(tmp_pat
         assert (turn["stop_reason"], turn["text"]) == ("end_turn", "done")
 
 
-async def test_an_ended_session_keeps_its_last_words_and_its_status_is_the_last_event(tmp_path: Path):
-    async with world(tmp_path / "h") as here:
+@either
+async def test_an_ended_session_keeps_its_last_words_and_its_status_is_the_last_event(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
         project = await here.project()
         plan = '<<plan [{"say": "half of it"}, {"sleep": 60}]>>'
         started = await here.ask("session_message", project_id=project, message=plan)
