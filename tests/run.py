@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+CACHES = ROOT / ".oubliette-dev" / "cache"  # pytest's and ruff's are named in pyproject.toml
 
 # Programs that no Python package brings, and Debian's packages for them.
 NEEDED = {"bwrap": "bubblewrap", "git": "git", "ps": "procps"}
@@ -22,7 +23,7 @@ CHECKS = (
     ("ruff format", ["ruff", "format", "--check"]),
     ("pyright", ["pyright", "--pythonpath", sys.executable]),
     ("pyright, in the box", ["pyright", "--pythonpath", sys.executable, "--project", "tests/pyright-inside.json"]),
-    ("import contracts", ["lint-imports", "--no-logo"]),
+    ("import contracts", ["lint-imports", "--no-logo", "--cache-dir", str(CACHES / "import-linter")]),
     ("dependencies", ["deptry", "src"]),
 )
 PYTEST = [sys.executable, "-m", "pytest"]
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     for name in [name for name in os.environ if name.startswith("OUBLIETTE_")]:
         del os.environ[name]
     os.environ.setdefault("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(CACHES / "hypothesis")
     install_missing()
     if arguments:
         return subprocess.call([*PYTEST, *arguments], cwd=ROOT)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis.configuration import storage_directory
+
+from tests.run import CACHES
 
 ROOT = Path(__file__).parent.parent
 FILES = ("run", "pyproject.toml", "requirements.lock", "requirements-dev.lock")
@@ -248,3 +251,16 @@ def test_every_word_that_the_script_knows_is_told(page: str):
     told = (ROOT / page).read_text(encoding="utf-8")
     for word in ("test", "bench", "mutants", "python"):
         assert f"./run {word} " in told or f"./run {word}`" in told or f"./run {word}\n" in told, word
+
+
+def test_the_caches_of_the_checks_are_beside_the_environment(request: pytest.FixtureRequest):
+    ruff = subprocess.run(
+        ["ruff", "check", "--show-settings", "pyproject.toml"], cwd=ROOT, capture_output=True, text=True
+    )
+    (shown,) = (line for line in ruff.stdout.splitlines() if line.startswith("cache_dir"))
+    found = {
+        "pytest": Path(str(request.config.getini("cache_dir"))),
+        "ruff": Path(shown.partition('"')[2].rstrip('"')),
+        "hypothesis": Path(str(storage_directory().path)),
+    }
+    assert {name: ROOT / path for name, path in found.items()} == {name: CACHES / name for name in found}

@@ -89,10 +89,9 @@ class Sessions:
             will_be = await ends.decide(tx, session_id, Move.END, reason, now)
             outcome = "ok" if will_be is not None else "ended already"
             await audit.note(tx, now, actor, door=door, operation="session_end", target=session_id, outcome=outcome)
-            if will_be is not None:
-                if kept is not None:
-                    # It is decided: whoever hears of this after a crash hears of an end that comes, if not here.
-                    await kept(tx, replace(await rows.get(tx, session_id), state=will_be))
+            if will_be is not None and kept is not None:
+                # It is decided: whoever hears of this after a crash hears of an end that comes, if not here.
+                await kept(tx, replace(await rows.get(tx, session_id), state=will_be))
 
         async def decided() -> asyncio.Task[None] | None:
             await self._rooms.database.write(write)
