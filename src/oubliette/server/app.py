@@ -42,6 +42,7 @@ from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.home import Home, HomeLock
 from oubliette.server.limits import BULK_ROWS
+from oubliette.server.marks import Mark, unmarked
 from oubliette.server.operations.gate import Gate
 from oubliette.server.operations.once import Once
 from oubliette.server.operations.operation import Asked, Rooms
@@ -66,8 +67,6 @@ FIRST_TOKEN = "first-admin"  # noqa: S105 - its name, not its secret
 # Who runs the command line on this machine, as this user: the kernel vouches for it, no token does.
 LOCAL = Actor(principal="local", scope=Scope.ADMIN)
 
-Mark = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
@@ -90,11 +89,7 @@ class _Stopping(Exception):
     """Ends the app's task group: everything it owns is cancelled."""
 
 
-def _unmarked(name: str) -> None:
-    """Commit points are named so that a test can stop a server right there; a server itself does not."""
-
-
-async def serve(settings: Settings, *, ready: Callable[[Ready], None] | None = None, mark: Mark = _unmarked) -> None:
+async def serve(settings: Settings, *, ready: Callable[[Ready], None] | None = None, mark: Mark = unmarked) -> None:
     """Run a server until SIGTERM or SIGINT. Boxes and their droids stay, and are taken up by the next one."""
     logs.install(settings.log_level)
     stop = asyncio.Event()
@@ -111,7 +106,7 @@ async def serve(settings: Settings, *, ready: Callable[[Ready], None] | None = N
 
 
 @asynccontextmanager
-async def running(settings: Settings, *, mark: Mark = _unmarked) -> AsyncGenerator[Ready]:
+async def running(settings: Settings, *, mark: Mark = unmarked) -> AsyncGenerator[Ready]:
     """A server from its first commit to its last, for whoever owns the event loop."""
     home = Home(settings.home)
     home.make()
@@ -134,7 +129,7 @@ async def locally(settings: Settings, operation: str, params: bytes) -> object:
     database = SqliteDatabase(Home(settings.home).database, durability=settings.durability)
     try:
         async with Tasks() as tasks:
-            app = App(settings, Home(settings.home), database, tasks, _unmarked, await installation(database))
+            app = App(settings, Home(settings.home), database, tasks, unmarked, await installation(database))
             return await app.ask_locally(operation, params)
     finally:
         await database.close()

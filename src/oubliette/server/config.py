@@ -20,6 +20,8 @@ from oubliette.server.errors import NotConfigured
 
 PREFIX = "OUBLIETTE_"
 FILE = "oubliette.toml"
+EVENTS_KEPT = 100_000
+EVENT_BYTES_KEPT = 64 * 1024 * 1024
 
 # Variables that are ours and no settings: where the file is, and what callers and droids read.
 _NO_SETTINGS = frozenset({"CONFIG", "API_KEY", "TOKEN", "URL", "PROJECT_ID", "SESSION_ID"})
@@ -73,9 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 86_400.0
     events_kept: Annotated[
         Count, Meta(description="Events kept per session at least; then the oldest go, 64 at a time.")
-    ] = 100_000
+    ] = EVENTS_KEPT
     event_bytes_kept: Annotated[Count, Meta(description="Bytes of events kept per session; then the oldest go.")] = (
-        64 * 1024 * 1024
+        EVENT_BYTES_KEPT
     )
     max_depth: Annotated[
         int, Meta(ge=0, description="How deep sessions may start sessions; 0 means that none may.")

@@ -1,7 +1,6 @@
 """The caller's side: results, errors and progress, by the owner only. The first valid answer wins."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,6 +15,7 @@ from oubliette.server.errors import InvalidParams, TooLarge
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.limits import ERROR_BYTES, RESULT_BYTES
+from oubliette.server.marks import Mark
 from oubliette.server.storage.database import Database, Tx
 from oubliette.server.tokens.token import Actor
 from oubliette.wire import relay
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 _NULL = b"null"
 # Names that a caller made up are kept in the audit as far as they can mean something.
 _SHOWN_CHARS = 64
-Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 
 import msgspec
 
@@ -26,12 +25,12 @@ from oubliette.server.errors import (
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.limits import ARGUMENTS_BYTES, INLINE_ARGUMENTS_BYTES, PENDING_CALLS_PER_SESSION
+from oubliette.server.marks import Mark
 from oubliette.server.storage.database import Database, Tx
 from oubliette.wire import relay
 from oubliette.wire.events import CallerToolRequest
 
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
-Mark = Callable[[str], None]
 
 # What a droid may be refused with before anyone was disturbed; each leaves an audit row.
 REFUSALS: tuple[type[OublietteError], ...] = (UnknownTool, InvalidParams, TooMany, TooLarge, CallKeyReused)

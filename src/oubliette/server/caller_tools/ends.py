@@ -5,7 +5,7 @@ deadline came, its owner or its droid is gone) is tried again until the database
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import structs
@@ -19,10 +19,10 @@ from oubliette.server.clock import AlarmClock
 from oubliette.server.errors import StorageFailed
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
+from oubliette.server.marks import Mark
 from oubliette.server.storage.database import Database, Tx
 from oubliette.wire.events import CallerToolCancelled, Event
 
-Mark = Callable[[str], None]
 AGAIN_S = 1.0
 
 

@@ -5,7 +5,6 @@ served by `asking`, who answers by `answering` and `polling`, and every call end
 """
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 from msgspec import structs
@@ -22,13 +21,10 @@ from oubliette.server.caller_tools.polling import Polling
 from oubliette.server.clock import AlarmClock
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
+from oubliette.server.marks import Mark, unmarked
 from oubliette.server.storage.database import Database, Tx
 
 __all__ = ["REFUSALS", "Exchange"]
-
-
-def _unmarked(name: str) -> None:
-    """Commit points are named so that tests can stop a server right there; a server itself does not."""
 
 
 class Exchange:
@@ -43,7 +39,7 @@ class Exchange:
         tasks: asyncio.TaskGroup,
         timeout_s: float,
         timeout_max_s: float,
-        mark: Callable[[str], None] = _unmarked,
+        mark: Mark = unmarked,
     ) -> None:
         self._database = database
         self._carriers = carriers

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from oubliette.server.config import EVENT_BYTES_KEPT, EVENTS_KEPT
 from oubliette.server.errors import InvalidParams, NotFound, Purged
-from oubliette.server.limits import EVENT_BYTES_PER_SESSION, EVENTS_PAGE, EVENTS_PER_SESSION, PAGE_BYTES
+from oubliette.server.limits import EVENTS_PAGE, PAGE_BYTES
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.events import Event
 
@@ -41,7 +42,7 @@ class Page:
 
 class EventLog:
     def __init__(
-        self, database: Database, *, events_kept: int = EVENTS_PER_SESSION, bytes_kept: int = EVENT_BYTES_PER_SESSION
+        self, database: Database, *, events_kept: int = EVENTS_KEPT, bytes_kept: int = EVENT_BYTES_KEPT
     ) -> None:
         self._database = database
         self._events_kept = events_kept

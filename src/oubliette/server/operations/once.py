@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from oubliette.server import ids
 from oubliette.server.clock import Clock
 from oubliette.server.errors import CallKeyReused, InvalidParams, OutcomeUnknown
+from oubliette.server.marks import Mark, unmarked
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.relay import CALL_KEY_MAX
 
@@ -27,15 +28,11 @@ KIND = "operation"
 KeepOutcome = Callable[[Tx, bytes | None], Awaitable[None]]
 
 
-def _unmarked(name: str) -> None:
-    """Commit points are named so that tests can stop a server right there; a server itself does not."""
-
-
 class Once:
-    def __init__(self, database: Database, clock: Clock, mark: Callable[[str], None] | None = None) -> None:
+    def __init__(self, database: Database, clock: Clock, mark: Mark = unmarked) -> None:
         self._database = database
         self._clock = clock
-        self._mark = mark if mark is not None else _unmarked
+        self._mark = mark
         self._running: dict[tuple[str, str], asyncio.Future[bytes]] = {}
 
     async def run(
