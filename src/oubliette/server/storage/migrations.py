@@ -22,7 +22,7 @@ _FIRST = (
     "CREATE INDEX workspaces_by_project ON workspaces (project_id, created_at)",
     """CREATE TABLE sessions (
         id TEXT PRIMARY KEY, project_id TEXT NOT NULL, workspace_id TEXT NOT NULL,
-        owner TEXT NOT NULL, token_id TEXT, state TEXT NOT NULL, ending TEXT, reason TEXT,
+        owner TEXT NOT NULL, token_id TEXT, state TEXT NOT NULL, reason TEXT,
         parent_id TEXT, root_id TEXT NOT NULL, depth INTEGER NOT NULL,
         settings TEXT NOT NULL,
         declaration TEXT, stream_id TEXT,
@@ -32,7 +32,6 @@ _FIRST = (
         created_at REAL NOT NULL, updated_at REAL NOT NULL, ended_at REAL)""",
     "CREATE INDEX sessions_by_workspace ON sessions (project_id, workspace_id, created_at)",
     "CREATE INDEX sessions_by_state ON sessions (state)",
-    "CREATE INDEX sessions_not_ended ON sessions (created_at) WHERE ended_at IS NULL",
     "CREATE INDEX sessions_by_parent ON sessions (parent_id)",
     """CREATE TABLE events (
         session_id TEXT NOT NULL, idx INTEGER NOT NULL, type TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL,
@@ -79,4 +78,10 @@ _FIRST = (
     "CREATE INDEX mcp_sessions_by_principal ON mcp_sessions (principal, seen_at)",
 )
 
-MIGRATIONS = (_FIRST,)
+# The end that a session is coming to: decided in one commit, complete in a later one.
+_ENDINGS = (
+    "ALTER TABLE sessions ADD COLUMN ending TEXT",
+    "CREATE INDEX sessions_not_ended ON sessions (created_at) WHERE ended_at IS NULL",
+)
+
+MIGRATIONS = (_FIRST, _ENDINGS)
