@@ -33,7 +33,7 @@ def test_the_version_is_the_packages():
     [
         (["tokn"], 'Unknown command "tokn"'),
         (["token", "create"], "requires an argument"),
-        (["token", "create", "x", "--scope", "owner"], '"owner"'),
+        (["token", "create", "x", "--scope", "owner"], "'owner'"),
         (["token", "create", "x", "--prot", "1"], "--prot"),
     ],
 )

@@ -49,8 +49,6 @@ async def write(tx: Tx, at: float, told: Entry) -> None:
     )
 
 
-async def note(
-    tx: Tx, at: float, actor: Actor, *, door: str, operation: str, target: str, outcome: str = "ok"
-) -> None:
+async def note(tx: Tx, at: float, actor: Actor, *, door: str, operation: str, target: str, outcome: str = "ok") -> None:
     """Write that what this actor asked was done, or what became of it."""
     await write(tx, at, entry(actor, door=door, operation=operation, outcome=outcome, target=target))
