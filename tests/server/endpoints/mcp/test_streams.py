@@ -416,8 +416,11 @@ async def test_stopping_ends_streams_and_requests_before_the_server_waits(tmp_pa
         rig.endpoint.close()
         assert await stream.message() is None
         await hanging.head()
-        assert "stopping" in (await hanging.message())["error"]["message"]
-        assert (await rig.ask(request("ping"), legacy(session))).status == 503
+        cut_off, refused = await hanging.message(), await rig.ask(request("ping"), legacy(session))
+        assert refused.status == 503
+        for error in (cut_off["error"], refused.json["error"]):
+            assert "stopping" in error["message"]
+            assert error["data"] == {"kind": "unavailable", "retryable": True}
     assert asyncio.get_running_loop().time() - began < 4
     stream.abort()
     hanging.abort()

@@ -5,7 +5,7 @@ only one that takes longer is watched for its client's leaving, and only one tha
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any, Final
 
 from oubliette.server.endpoints.mcp import frames
@@ -150,10 +150,15 @@ class Exchange:
         if self._gone:
             self.cancel()
 
-    def cancel(self, code: int = REQUEST_CANCELLED, message: str = "request cancelled") -> None:
+    def cancel(
+        self,
+        code: int = REQUEST_CANCELLED,
+        message: str = "request cancelled",
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
         """Stop the handler; the answer then is this error."""
         if self._task is not None and self._cancelled is None:
-            self._cancelled = frames.failure(self.request_id, code, message)
+            self._cancelled = frames.failure(self.request_id, code, message, data)
             self._task.cancel()
 
     def _farewell(self, reason: str) -> bytes:

@@ -56,6 +56,8 @@ Scope = MutableMapping[str, Any]
 # Requests of one principal that run at the same time; long polls and watches are among them.
 REQUESTS_PER_PRINCIPAL: Final = 1024
 _STOPPING: Final = "the server is stopping: try again"
+# What a program reads of it: whoever may repeat the request does so.
+_UNAVAILABLE: Final = {"kind": "unavailable", "retryable": True}
 
 # How a JSON-RPC error is dressed for a modern client; what is not here is 200.
 _STATUS: Final = {
@@ -125,7 +127,7 @@ class McpEndpoint:
         self._stopping = True
         self._streams.close()
         for exchange in list(self._running):
-            exchange.cancel(SERVER_ERROR, _STOPPING)
+            exchange.cancel(SERVER_ERROR, _STOPPING, _UNAVAILABLE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = read(tuple(scope["headers"]))
@@ -162,7 +164,7 @@ class McpEndpoint:
 
     def _check_running(self) -> None:
         if self._stopping:
-            raise Refused(503, SERVER_ERROR, _STOPPING, headers=(_RETRY_SOON,))
+            raise Refused(503, SERVER_ERROR, _STOPPING, _UNAVAILABLE, headers=(_RETRY_SOON,))
 
     async def _session(self, actor: Actor, headers: Headers) -> McpSession:
         if headers.session is None:
