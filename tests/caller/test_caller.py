@@ -267,6 +267,92 @@ async def test_a_server_that_forgot_the_mcp_session_is_met_anew() -> None:
         assert [name for name, _ in server.calls] == ["session_events", "session_message"], "the session is ours again"
 
 
+async def test_a_renewal_that_fails_once_is_tried_again() -> None:
+    async with FakeServer() as server, lent_to(server, patience_s=0.2) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        session = await caller.start("demo", "go")
+        server.streams_refused = True
+        await server.drop_streams()
+        server.mcp_sessions.clear()
+        server.initializes_refused = 1000
+        with pytest.raises(Unreachable, match="does not answer"):
+            await session.send("more")
+        await server.push({"type": "caller_tool_request", "session_id": "gogol_1", "request_id": "r1", "tool": "echo"})
+        server.initializes_refused = 0
+        await session.send("more")
+        assert [arguments["message"] for name, arguments in server.calls if name == "session_message"] == ["go", "more"]
+
+
+async def test_an_answer_waits_for_a_renewal_that_fails_at_first() -> None:
+    async with FakeServer() as server, lent_to(server, patience_s=0.2) as caller:
+
+        @caller.tool
+        def forget() -> int:
+            server.mcp_sessions.clear()
+            server.initializes_refused = 6
+            return 5
+
+        assert (await server.ask("forget", {}))["result"] == 5
+        assert server.initializes_refused == 0
+
+
+async def test_a_server_that_says_when_to_come_again_is_waited_for_within_the_patience() -> None:
+    async with FakeServer() as server, lent_to(server, patience_s=0.2) as caller:
+        server.mcp_sessions.clear()
+        server.initializes_refused = 1
+        assert (await caller.call("project_list"))["projects"]
+
+
+async def test_a_log_that_was_purged_is_taken_up_at_its_oldest_event() -> None:
+    purged = {"kind": "purged", "message": "gone", "details": {"oldest_index": 3}}
+    async with FakeServer() as server, lent_to(server) as caller:
+        for n in range(5):
+            await server.log(type="message", text=str(n))
+        server.failures["session_events"] = [dict(purged)]
+        session = await caller.attach("gogol_1")
+        await server.end_session()
+        assert [one.index async for one in session.events()] == [3, 4]
+
+
+async def test_a_renewal_keeps_every_session_but_those_that_are_gone() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        await caller.start("demo", "go")
+        for error in ({"kind": "purged", "details": {"oldest_index": 3}}, {"kind": "internal"}):
+            server.failures["session_events"] = [{"message": "", **error}]
+            await caller._renewed()
+            assert list(caller._sessions) == ["gogol_1"], error
+        server.failures["session_events"] = [{"message": "", "kind": "not_found"}]
+        await caller._renewed()
+        assert list(caller._sessions) == []
+
+
+async def test_what_a_stopping_server_cut_off_is_asked_again_where_that_changes_nothing() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        server.stopping = 2
+        assert (await caller.call("project_list"))["projects"]
+        assert server.stopping == 0
+        server.failures["project_list"] = [{"kind": "unavailable", "message": "busy", "retryable": True}] * 2
+        assert (await caller.call("project_list"))["projects"]
+        server.stopping = 1
+        with pytest.raises(Unreachable, match="not known") as lost:
+            await caller.call("session_message", message="go")
+        assert lost.value.kind == "outcome_unknown"
+
+
+async def test_what_the_server_could_not_do_is_said_in_its_own_words_in_the_end() -> None:
+    unavailable = {"kind": "unavailable", "message": "the database is busy", "retryable": True}
+    async with FakeServer() as server, lent_to(server, patience_s=0.1) as caller:
+        server.failures |= {"project_list": [unavailable] * 1000, "session_message": [unavailable]}
+        for refused in (caller.call("project_list"), caller.call("session_message", message="go")):
+            with pytest.raises(CallerError, match="the database is busy") as failure:
+                await refused
+            assert failure.value.kind == "unavailable"
+
+
 async def test_an_answer_under_a_forgotten_mcp_session_arrives_under_the_next() -> None:
     async with FakeServer() as server, lent_to(server) as caller:
 
@@ -318,6 +404,74 @@ async def test_polling_names_what_is_worked_on_and_ends_when_a_stream_can_be_hel
             await server.until(lambda: server.polls == 0)
             gate.set()
             assert (await server.ask("quick", {}))["result"] == 1
+
+
+@pytest.mark.parametrize("kind", ["internal", "unavailable", "invalid_request", "too_many"])
+async def test_a_poll_that_fails_is_followed_by_another(kind: str) -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller:
+
+            @caller.tool
+            def echo(n: int) -> int:
+                return n
+
+            server.failures["caller_tool_poll"] = [{"kind": kind, "message": "not now"}]
+            await caller.start("demo", "go")
+            assert (await server.ask("echo", {"n": 1}))["result"] == 1
+            assert server.failures["caller_tool_poll"] == []
+
+
+async def test_a_session_that_is_taken_up_again_is_polled_for_again() -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller:
+            server.failures["caller_tool_poll"] = [{"kind": "not_found", "message": "not live"}]
+            await caller.start("demo", "go")
+            await server.until(lambda: len(polled_with(server)) == 1)
+            async with asyncio.timeout(5):
+                while not caller._presence._pollers["gogol_1"].done():
+                    await asyncio.sleep(0)
+            await caller.attach("gogol_1")
+            await server.until(lambda: len(polled_with(server)) == 2)
+
+
+async def test_polling_names_the_requests_of_children_as_well() -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller:
+            gate = asyncio.Event()
+
+            @caller.tool
+            async def wait() -> None:
+                await gate.wait()
+
+            await caller.start("demo", "go")
+            request = {"type": "caller_tool_request", "request_id": "r1", "tool": "wait", "arguments": {}}
+            await server.push(request | {"session_id": "gogol_2"})
+            await server.until(lambda: ["r1"] in polled_with(server))
+            gate.set()
+
+
+async def test_a_server_that_gives_only_what_is_known_is_not_asked_in_circles() -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller:
+            began, gate = asyncio.Event(), asyncio.Event()
+
+            @caller.tool
+            async def wait() -> None:
+                began.set()
+                await gate.wait()
+
+            await caller.start("demo", "go")
+            for _ in range(1000):
+                await server.announce("wait", {}, request_id="r1")
+            async with asyncio.timeout(5):
+                await began.wait()
+                await asyncio.sleep(0.5)  # it is time that is tested
+            assert len(polled_with(server)) < 10
+            gate.set()
 
 
 def polled_with(server: FakeServer) -> list[Any]:

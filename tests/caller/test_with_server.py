@@ -211,7 +211,8 @@ async def test_a_call_survives_a_server_that_goes_and_comes_back(server: ServerP
         assert indices == list(range(len(indices)))
 
 
-async def test_following_goes_on_over_a_restart_without_loss_or_doubles(server: ServerProcess):
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_following_goes_on_over_a_restart_without_loss_or_doubles(server: ServerProcess, how: str):
     async with Caller(server.url, server.token, "ant") as caller:
 
         @caller.tool
@@ -221,13 +222,21 @@ async def test_following_goes_on_over_a_restart_without_loss_or_doubles(server: 
         session = await caller.start(await project_of(caller), plan(call("echo", n=1)))
         await session.result(timeout_s=20)
         seen: list[int] = []
+        last = (await session.get())["last_index"]
+        caught_up = asyncio.Event()
 
         async def follow() -> None:
-            seen.extend([logged.index async for logged in session.events(-1)])
+            async for logged in session.events(-1):
+                seen.append(logged.index)
+                if logged.index == last:
+                    caught_up.set()
 
         async with asyncio.timeout(40), asyncio.TaskGroup() as group:
             group.create_task(follow())
-            await server.kill()
+            await caught_up.wait()
+            # By when another operation is answered the follower's next page is being waited for.
+            await session.get()
+            await (server.kill() if how == "killed" else server.stop())
             await server.restart()
             await session.send(plan(call("echo", n=2)))
             await session.result()
@@ -291,6 +300,46 @@ async def test_where_no_stream_can_be_held_requests_are_polled_for(server: Serve
         assert (await session.result(timeout_s=30)).text.endswith("got 4")
         assert ran == list(range(5))
         assert proxy.refused
+
+
+async def test_polling_goes_on_over_a_restart(server: ServerProcess):
+    async with StingyProxy(server.url) as proxy, Caller(proxy.url, server.token, "ant") as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        session = await caller.start(await project_of(caller), plan(call("echo", n=1), {"say": "got $last"}))
+        assert (await session.result(timeout_s=30)).text.endswith("got 1")
+        await server.stop()
+        await server.restart()
+        await session.send(plan(call("echo", n=2), {"say": "got $last"}))
+        assert (await session.result(timeout_s=30)).text.endswith("got 2")
+
+
+async def test_a_childs_open_call_is_asked_for_once_by_a_caller_that_polls(server: ServerProcess):
+    async with StingyProxy(server.url) as proxy, Caller(proxy.url, server.token, "ant") as caller:
+        began, gate = asyncio.Event(), asyncio.Event()
+
+        @caller.tool
+        async def slow() -> str:
+            began.set()
+            await gate.wait()
+            return "done"
+
+        child = {"message": plan(call("slow")), "wait_seconds": 30}
+        session = await caller.start(
+            await project_of(caller), plan({"tool": "oubliette_session_message", "args": child}), oubliette_scope="write"
+        )
+        async with asyncio.timeout(30):
+            await began.wait()
+            children = (await session.get())["children"]
+            await asyncio.sleep(1)  # it is time that is tested
+            pending = (await caller.call("caller_tool_pending", session_id=session.id))["requests"]
+            assert [one["session_id"] for one in pending] == children
+            assert pending[0]["redelivery"] <= 1
+            gate.set()
+            await session.result()
 
 
 async def test_refusals_of_the_server_are_exceptions_by_their_kind(server: ServerProcess):

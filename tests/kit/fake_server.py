@@ -30,6 +30,9 @@ class FakeServer:
         self.streams = 0  # so many were opened
         self.polls = 0  # so many are open
         self.hang_ups = 0  # so many answers or messages are taken and the connection closed before a reply
+        self.stopping = 0  # so many calls of operations are cut off as by a server that stops
+        self.initializes_refused = 0  # so many are answered 503, to be tried again after an hour
+        self.failures: dict[str, list[dict[str, Any]]] = {}  # by operation: the errors of its next calls
         self.refusals: dict[str, dict[str, Any]] = {}  # by request id: what an answer is told
         self.answers: list[dict[str, Any]] = []  # arguments of caller_tool_response as they came
         self.progress: list[dict[str, Any]] = []
@@ -156,6 +159,11 @@ class FakeServer:
             return web.Response(status=503, headers={"Retry-After": "0"})
         message = await request.json()
         if message.get("method") == "initialize":
+            if self.initializes_refused:
+                async with self._changed:
+                    self.initializes_refused -= 1
+                    self._changed.notify_all()
+                return web.Response(status=503, headers={"Retry-After": "3600"})
             session = uuid.uuid4().hex
             self.mcp_sessions.add(session)
             capabilities: Any = {"tools": {}, "logging": {}}
@@ -181,9 +189,17 @@ class FakeServer:
             async with self._changed:
                 self.calls.append((name, arguments))
                 self._changed.notify_all()
+        if self.stopping:
+            self.stopping -= 1
+            error = {"code": -32000, "message": "stopping", "data": {"kind": "unavailable", "retryable": True}}
+            body = b"data: %b\n\n" % msgspec.json.encode({"jsonrpc": "2.0", "id": message["id"], "error": error})
+            return web.Response(body=body, content_type="text/event-stream")
         if self.pushes_on_replies and name == "session_events":
             return await self._streamed(request, message, arguments)
-        value = await getattr(self, f"_{name}")(arguments)
+        if self.failures.get(name):
+            value: dict[str, Any] = {"is_error": True, "error": self.failures[name].pop(0)}
+        else:
+            value = await getattr(self, f"_{name}")(arguments)
         if name == "caller_tool_response" and self.mute_answers:
             await self._done.wait()
         if self.hang_ups and name in ("caller_tool_response", "session_message"):

@@ -152,7 +152,7 @@ class Caller:
     async def attach(self, session_id: str) -> Session:
         """Take up a session again that this token started, its open requests included."""
         session = Session(self, session_id)
-        await session.page(-1, max_events=1)
+        await session.take_up()
         self.adopt(session)
         return session
 
@@ -253,9 +253,11 @@ class Caller:
         self._lanes.drop()
         for session in list(self._sessions.values()):
             try:
-                await session.page(-1, max_events=1)
-            except CallerError:
+                await session.meet()
+            except NotFound:
                 self._sessions.pop(session.id, None)
+            except CallerError:
+                pass  # whoever follows the session meets it again
 
     def _failed(self, failure: CallerError) -> None:
         """Nothing will work any more: every later call says so."""

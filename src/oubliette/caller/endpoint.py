@@ -7,17 +7,19 @@ repeated only when repeating changes nothing.
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
 
 from oubliette.caller import messages
-from oubliette.caller.errors import Forbidden, TooLarge, Unauthenticated, Unreachable, refusal
+from oubliette.caller.errors import CallerError, Forbidden, TooLarge, Unauthenticated, Unreachable, refusal
 from oubliette.caller.lane import Address
 from oubliette.caller.patience import Patience
 from oubliette.caller.sse import Frames
 from oubliette.caller.stream import Stream
+
+T = TypeVar("T")
 
 # Repeating these changes nothing: they read, or the server knows the repetition by its id.
 REPEATABLE = frozenset(
@@ -38,6 +40,7 @@ REPEATABLE = frozenset(
     }
 )
 ANSWER_S = 30.0
+UNAVAILABLE = "unavailable"  # the kind of what a server cannot do at this moment
 _NOT_PROCESSED = frozenset({429, 503})
 _MAYBE_PROCESSED = frozenset({500, 502, 504})
 
@@ -49,10 +52,18 @@ class NoStream(Exception):
 class _Again(Exception):
     """This try failed; the next may not."""
 
-    def __init__(self, why: str, *, reached: bool, wait_s: float = 0.0) -> None:
+    def __init__(self, why: str, *, reached: bool, wait_s: float = 0.0, refusal: CallerError | None = None) -> None:
         super().__init__(why)
         self.reached = reached
         self.wait_s = wait_s
+        self.refusal = refusal  # what the server itself said, and what is raised where no try is left
+
+
+class _Forgotten(_Again):
+    """The server does not know the MCP session of the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the server no longer knew our MCP session", reached=False)
 
 
 class Endpoint:
@@ -74,15 +85,7 @@ class Endpoint:
         self.on_pushed: Callable[[bytes], None] | None = None
 
     def headers(self) -> dict[str, str]:
-        headers = {
-            "Authorization": f"Bearer {self._token}",
-            "Accept": "application/json, text/event-stream",
-            "Content-Type": "application/json",
-        }
-        if self.session_id is not None:
-            headers["Mcp-Session-Id"] = self.session_id
-            headers["MCP-Protocol-Version"] = self.version
-        return headers
+        return self._headers(self.session_id, self.version)
 
     def lane_headers(self) -> dict[str, str]:
         """Those of requests that may be worked on together."""
@@ -110,13 +113,16 @@ class Endpoint:
         """Call an operation and return its structured result. Raises `CallerError` by its kind."""
         answer_s = ANSWER_S + wait_s
 
-        async def once() -> msgspec.Raw:
-            return await self._post(messages.tool_call(self.next_id(), operation, arguments), answer_s)
-
-        raw = await self._patiently(once, repeatable=operation in REPEATABLE)
-        result = messages.decode_tool_result(raw)
-        if (failure := messages.failure_in(result)) is not None:
+        async def once() -> messages.ToolResult:
+            raw = await self._post(messages.tool_call(self.next_id(), operation, arguments), answer_s)
+            result = messages.decode_tool_result(raw)
+            if (failure := messages.failure_in(result)) is None:
+                return result
+            if failure.kind == UNAVAILABLE:
+                raise _Again(failure.message, reached=False, refusal=failure)
             raise failure
+
+        result = await self._patiently(once, repeatable=operation in REPEATABLE)
         if result.structuredContent is msgspec.UNSET:
             return {}
         return msgspec.json.decode(result.structuredContent, type=dict[str, Any])
@@ -154,30 +160,42 @@ class Endpoint:
             pass
 
     async def _initialize(self) -> None:
-        self.session_id = None
+        """Begin an MCP session. Until it is there the one before is ours: its refusal is what begins the next."""
         params = {
             "protocolVersion": messages.PROTOCOL_VERSION,
             "capabilities": {},
             "clientInfo": {"name": "oubliette-caller", "version": "1"},
         }
+        hello = messages.request(self.next_id(), "initialize", params)
 
-        async def once() -> msgspec.Raw:
-            return await self._post(messages.request(self.next_id(), "initialize", params), ANSWER_S)
+        async def once() -> tuple[str | None, dict[str, Any]]:
+            given, reply = await self._send(hello, self._headers(None, ""), ANSWER_S)
+            return given, msgspec.json.decode(_result(reply))
 
-        result: dict[str, Any] = msgspec.json.decode(await self._patiently(once, repeatable=True))
-        self.version = str(result.get("protocolVersion", messages.PROTOCOL_VERSION))
-        note = msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/initialized"})
-        async with self._http.post(self.url, data=note, headers=self.headers()):
-            pass
+        given, result = await self._patiently(once, repeatable=True)
+        version = str(result.get("protocolVersion", messages.PROTOCOL_VERSION))
         capabilities: dict[str, Any] = result.get("capabilities", {})
-        self.is_parallel = messages.PIPELINE in capabilities.get("experimental", {})
+        headers = self._headers(given, version)
+        await self._tell(msgspec.json.encode({"jsonrpc": "2.0", "method": "notifications/initialized"}), headers)
         if "logging" in capabilities:
             # Events are read from the log by cursor; requests of droids are pushed whatever the level.
             quiet = messages.request(self.next_id(), "logging/setLevel", {"level": "emergency"})
-            async with self._http.post(self.url, data=quiet, headers=self.headers()):
-                pass
+            await self._tell(quiet, headers)
+        self.session_id, self.version = given, version
+        self.is_parallel = messages.PIPELINE in capabilities.get("experimental", {})
 
-    async def _patiently(self, once: Callable[[], Awaitable[msgspec.Raw]], *, repeatable: bool) -> msgspec.Raw:
+    def _headers(self, session_id: str | None, version: str) -> dict[str, str]:
+        headers = {
+            "Authorization": f"Bearer {self._token}",
+            "Accept": "application/json, text/event-stream",
+            "Content-Type": "application/json",
+        }
+        if session_id is not None:
+            headers["Mcp-Session-Id"] = session_id
+            headers["MCP-Protocol-Version"] = version
+        return headers
+
+    async def _patiently(self, once: Callable[[], Awaitable[T]], *, repeatable: bool) -> T:
         patience = Patience()
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._patience_s
@@ -185,37 +203,47 @@ class Endpoint:
             try:
                 return await once()
             except _Again as failure:
+                if failure.refusal is not None and not repeatable:
+                    raise failure.refusal from None
                 if failure.reached and not repeatable:
                     raise Unreachable(
                         f"{failure}; whether the call took effect is not known", "outcome_unknown"
                     ) from failure
-                wait_s = patience.next_s(failure.wait_s)
-                if loop.time() + wait_s > give_up_at:
-                    raise Unreachable(f"{self.url} does not answer: {failure}") from failure
-                await asyncio.sleep(wait_s)
+                left = give_up_at - loop.time()
+                if left <= 0:
+                    raise failure.refusal or Unreachable(f"{self.url} does not answer: {failure}") from failure
+                # However long the server asks us to wait: the last try is at the end of our patience.
+                await asyncio.sleep(min(patience.next_s(failure.wait_s), left))
+
+    async def _tell(self, body: bytes, headers: dict[str, str]) -> None:
+        """Say what belongs to the beginning of an MCP session."""
+        await self._patiently(lambda: self._send(body, headers, ANSWER_S), repeatable=True)
 
     async def _post(self, body: bytes, answer_s: float) -> msgspec.Raw:
         stale = self.session_id
+        try:
+            _, reply = await self._send(body, self.headers(), answer_s)
+        except _Forgotten:
+            await self.renew(stale)
+            _, reply = await self._send(body, self.headers(), answer_s)
+        return _result(reply)
+
+    async def _send(
+        self, body: bytes, headers: dict[str, str], answer_s: float
+    ) -> tuple[str | None, messages.Reply | None]:
         timeout = aiohttp.ClientTimeout(total=answer_s, sock_connect=10)
         try:
-            async with self._http.post(self.url, data=body, headers=self.headers(), timeout=timeout) as response:
+            async with self._http.post(self.url, data=body, headers=headers, timeout=timeout) as response:
                 reply = await self._reply(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as failure:
             raise _Again(str(failure), reached=False) from failure
         except (aiohttp.ClientError, OSError, TimeoutError) as failure:
             raise _Again(str(failure) or type(failure).__name__, reached=True) from failure
-        if response.status == 404 and stale is not None:
-            await self.renew(stale)
-            raise _Again("the server no longer knew our MCP session", reached=False)
-        if response.status != 200:
+        if response.status == 404 and "Mcp-Session-Id" in headers:
+            raise _Forgotten
+        if response.status not in (200, 202):
             _refuse(response, reply)
-        if stale is None and (given := response.headers.get("Mcp-Session-Id")) is not None:
-            self.session_id = given
-        if reply is None:
-            raise _Again("the server's answer ended before it was whole", reached=True)
-        if (failure := messages.failure_of(reply)) is not None:
-            raise failure
-        return reply.result if reply.result is not msgspec.UNSET else msgspec.Raw(b"{}")
+        return response.headers.get("Mcp-Session-Id"), reply
 
     async def _reply(self, response: aiohttp.ClientResponse) -> messages.Reply | None:
         """The reply in a response. What the server pushes before it is handed on as it comes: a droid may wait."""
@@ -233,6 +261,18 @@ class Endpoint:
                 elif self.on_pushed is not None:
                     self.on_pushed(data)
         return reply
+
+
+def _result(reply: messages.Reply | None) -> msgspec.Raw:
+    if reply is None:
+        raise _Again("the server's answer ended before it was whole", reached=True)
+    failure = messages.failure_of(reply)
+    if failure is not None and failure.kind == UNAVAILABLE:
+        # It had begun: how far it came is not known.
+        raise _Again(failure.message, reached=True)
+    if failure is not None:
+        raise failure
+    return reply.result if reply.result is not msgspec.UNSET else msgspec.Raw(b"{}")
 
 
 def _refuse(response: aiohttp.ClientResponse, reply: messages.Reply | None) -> NoReturn:

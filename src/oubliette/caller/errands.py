@@ -15,7 +15,7 @@ from oubliette.caller.messages import Announced
 from oubliette.caller.tool import Tool
 
 ERRANDS_REMEMBERED = 10_000
-OPEN_PER_SESSION = 64  # the server's own bound
+OPEN_NAMED = 1024  # as many as the server lets a poll name
 ANSWERS_KEPT_BYTES = 16 * 1024 * 1024
 ERROR_CHARS_MAX = 4096
 
@@ -95,10 +95,10 @@ class Errands:
             if errand.task is not None:
                 errand.task.cancel()
 
-    def open_requests(self, session_id: str) -> list[str]:
-        """The requests of a session that are being worked on, or whose answers are on their way."""
-        found = (one for one in self._known.values() if not one.over and one.asked.session_id == session_id)
-        return [errand.asked.request_id for errand in islice(found, OPEN_PER_SESSION)]
+    def open_requests(self) -> list[str]:
+        """The requests that are being worked on, or whose answers are on their way."""
+        found = (one for one in self._known.values() if not one.over)
+        return [errand.asked.request_id for errand in islice(found, OPEN_NAMED)]
 
     def replaced(self, errand: Errand, error: str) -> None:
         """The server cannot take this answer as it is; say so to the droid instead."""

@@ -8,7 +8,7 @@ import msgspec
 from oubliette.caller import messages
 from oubliette.caller.crew import Crew
 from oubliette.caller.endpoint import Endpoint, NoStream
-from oubliette.caller.errors import CallerError, Unauthenticated, Unreachable
+from oubliette.caller.errors import CallerError, Forbidden, NotFound, Unauthenticated
 from oubliette.caller.patience import Patience
 from oubliette.caller.sse import Frames
 from oubliette.caller.stream import StreamLost
@@ -28,7 +28,7 @@ class Presence:
         pinged: Callable[[int | str], None],
         failed: Callable[[CallerError], None],
         sessions: Callable[[], Iterable[str]],
-        open_requests: Callable[[str], list[str]],
+        open_requests: Callable[[], list[str]],
     ) -> None:
         self._endpoint = endpoint
         endpoint.on_pushed = self._pushed
@@ -79,7 +79,8 @@ class Presence:
 
     def add(self, session_id: str) -> None:
         """Another session is ours: be reachable for it as well."""
-        if self.polling and session_id not in self._pollers:
+        poller = self._pollers.get(session_id)
+        if self.polling and (poller is None or poller.done()):
             self._pollers[session_id] = self._crew.start(self._poll(session_id), "poll")
 
     def _received(self, chunk: bytes) -> None:
@@ -116,17 +117,27 @@ class Presence:
         self._pollers.clear()
 
     async def _poll(self, session_id: str) -> None:
+        """Fetch requests of a session's tree for as long as it lives and is ours."""
         patience = Patience()
         while True:
-            known = self._open_requests(session_id)
+            # All that are open, of whichever session: a poll gives those of the children as well.
+            known = self._open_requests()
             arguments = {"session_id": session_id, "known": known, "wait_seconds": POLL_WAIT_S}
             try:
                 page = await self._endpoint.call("caller_tool_poll", arguments, wait_s=POLL_WAIT_S)
-            except Unreachable:
-                await asyncio.sleep(patience.next_s())
+            except (NotFound, Forbidden):
+                return
+            except Unauthenticated as failure:
+                self._failed(failure)
+                return
             except CallerError:
-                return  # the session is over, or not ours
+                await asyncio.sleep(patience.next_s())
+                continue
+            requests = [messages.decode_announced(msgspec.json.encode(one)) for one in page.get("requests", [])]
+            open_before = frozenset(self._open_requests())
+            for request in requests:
+                self._announced(request)
+            if requests and all(request.request_id in open_before for request in requests):
+                await asyncio.sleep(patience.next_s())  # nothing but what we have: asking at once would go in circles
             else:
                 patience.reset()
-                for request in page.get("requests", []):
-                    self._announced(messages.decode_announced(msgspec.json.encode(request)))

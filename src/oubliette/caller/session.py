@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from oubliette.caller.errors import SessionFailed
+from oubliette.caller.errors import Purged, SessionFailed
 from oubliette.wire.events import SESSION_ENDED, AnyEvent, Completion, Error
 
 if TYPE_CHECKING:
@@ -52,6 +52,17 @@ class Session:
         self._since = self._turn_since
         self._caller.adopt(self)
 
+    async def take_up(self) -> None:
+        """Follow a session that began before this handle, from the oldest event that is kept."""
+        self._since = self._turn_since = await self.meet() - 1
+
+    async def meet(self) -> int:
+        """Let the server know by which MCP session its owner can be reached; the oldest index of the log."""
+        try:
+            return int((await self.page(-1, max_events=1)).get("first_index", 0))
+        except Purged as purged:
+            return int(purged.details["oldest_index"])
+
     async def send(self, message: str, **options: Any) -> None:
         """Send another message; a busy session takes it after its turn, with `interrupt=True` at once.
 
@@ -71,7 +82,7 @@ class Session:
             for fields in page["events"]:
                 cursor = fields["index"]
                 yield _logged(self.id, fields)
-            if not page["events"] and page["status"] in OVER:
+            if not page["events"] and not page.get("more") and page["status"] in OVER:
                 return
 
     async def result(self, timeout_s: float | None = None) -> Completion:

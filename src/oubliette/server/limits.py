@@ -1,6 +1,7 @@
 """Every bound that is not a setting, in one place."""
 
 PENDING_CALLS_PER_SESSION = 64
+KNOWN_REQUESTS = 1024  # that a poll may name: it is given those of a whole tree
 WAITERS_PER_CALL = 16
 QUEUED_MESSAGES_PER_SESSION = 16
 MESSAGE_BYTES = 1024 * 1024

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from oubliette.server.errors import NotFound
-from oubliette.server.limits import PENDING_CALLS_PER_SESSION, WAIT_S_MAX
+from oubliette.server.limits import KNOWN_REQUESTS, WAIT_S_MAX
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
 from oubliette.server.tokens.token import Scope
 from oubliette.wire.events import CallerToolProgress
@@ -35,7 +35,7 @@ class CallerToolPoll(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     session_id: SessionId
     known: Annotated[
         list[str],
-        Meta(max_length=PENDING_CALLS_PER_SESSION, description="Ids of requests that you work on already."),
+        Meta(max_length=KNOWN_REQUESTS, description="Ids of requests that you work on already, of any session."),
     ] = []
     wait_seconds: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 30.0
 
