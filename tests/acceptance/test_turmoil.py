@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from oubliette import Caller
 from tests.kit.inhabitants import Namespace, inhabitants, namespace
+from tests.kit.mcp_caller import Refused
 from tests.kit.records import records
 from tests.kit.scene import Scene, lent, planned, scene
 from tests.kit.server import ServerProcess
@@ -138,15 +139,26 @@ async def test_streams_end_within_a_second_of_their_keys_end(here: Scene, how: s
     async with here.caller(key["token"]) as legacy, here.caller(key["token"], era="modern") as modern:
         session_id = await here.rest(legacy)
         await modern.watch(session_id)
-        if how == "revoked":
-            await here.server.ask("token_revoke", token_id=key["id"])
-            ends = time.time()
-        else:
-            ends = key["expires_at"]
-        for caller in (legacy, modern):
-            async with asyncio.timeout(ends - time.time() + 3):
-                await caller.ended()
-            assert time.time() >= ends - 0.1
+        polled = asyncio.Event()
+
+        async def poll() -> None:
+            await modern.call("caller_tool_poll", session_id=session_id, wait_seconds=0)
+            polled.set()
+            with pytest.raises(Refused, match="revoked or has expired"):
+                await modern.call("caller_tool_poll", session_id=session_id, wait_seconds=20)
+
+        async with asyncio.TaskGroup() as group:
+            polling = group.create_task(poll())
+            await polled.wait()
+            if how == "revoked":
+                await here.server.ask("token_revoke", token_id=key["id"])
+                ends = time.time()
+            else:
+                ends = key["expires_at"]
+            for ended in (legacy.ended(), modern.ended(), polling):
+                async with asyncio.timeout(ends - time.time() + 3):
+                    await ended
+                assert time.time() >= ends - 0.1
         assert time.time() < ends + 2
 
 

@@ -149,6 +149,23 @@ async def test_a_stream_ends_when_its_key_is_revoked(rig: Rig) -> None:
         assert (await spared.message())["params"] == {"data": "still here"}
 
 
+@pytest.mark.parametrize("era", ["legacy", "modern"])
+async def test_a_request_that_waits_ends_when_its_key_is_revoked(era: str, rig: Rig) -> None:
+    message = call("try_hang", id="h")
+    message, lines = modern(message) if era == "modern" else (message, [legacy(await rig.session())])
+    async with connected(rig.address) as connection:
+        await rig.post(connection, message, *lines)
+        async with asyncio.timeout(SLOW_S):
+            await rig.fixtures.started.wait()
+            assert rig.fixtures.keys is not None
+            del rig.fixtures.keys["key-a"]
+            await connection.head()
+            error = (await connection.message())["error"]
+    assert "revoked" in error["message"]
+    assert error["data"] == {"kind": "unauthenticated", "retryable": False}
+    assert rig.fixtures.stopped == ["h"]
+
+
 async def test_only_so_many_streams_per_principal(tmp_path: Path) -> None:
     async with serving(tmp_path, streams_per_principal=1) as rig:
         one, two = await rig.session(), await rig.session()

@@ -1,12 +1,14 @@
 """All open streams of one server: who has which, and what keeps them honest.
 
 Once a second every stream is looked at: a quiet one gets a heartbeat, a quiet client is asked whether it lives, a
-stuck one is broken off, and one whose key or session is no longer good is ended.
+stuck one is broken off, and one whose key or session is no longer good is ended. So is a request that waits, with a
+stream or without.
 """
 
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TOUCH_EVERY_LOOKS: Final = 60
 SESSIONS_AT_ONCE: Final = 500
+_UNAUTHENTICATED: Final = {"kind": "unauthenticated", "retryable": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,18 @@ class Patience:
 
 class Streams:
     def __init__(
-        self, served: Served, sessions: McpSessions, *, per_principal: int, patience: Patience | None = None
+        self,
+        served: Served,
+        sessions: McpSessions,
+        *,
+        running: Set[Exchange],
+        per_principal: int,
+        patience: Patience | None = None,
     ) -> None:
         self._patience = patience or Patience()
         self._served = served
         self._sessions = sessions
+        self._running = running  # every request that is not answered yet, with a stream or without
         self._per_principal = per_principal
         self._requests: dict[Exchange, Stream] = {}
         self._standing: dict[str, OpenStream] = {}
@@ -137,7 +147,7 @@ class Streams:
 
     async def _check_keys(self) -> None:
         """End what belongs to a key that was revoked or expired."""
-        actors = {*(exchange.actor for exchange in self._requests), *(each.actor for each in self._standing.values())}
+        actors = {*(exchange.actor for exchange in self._running), *(each.actor for each in self._standing.values())}
         asked = list(actors)
         if not asked:
             return
@@ -148,9 +158,9 @@ class Streams:
         for opened in list(self._standing.values()):
             if opened.actor in gone:
                 opened.channel.end()
-        for exchange in list(self._requests):
+        for exchange in list(self._running):
             if exchange.actor in gone:
-                exchange.cancel(SERVER_ERROR, "the key was revoked or has expired")
+                exchange.cancel(SERVER_ERROR, "the key was revoked or has expired", _UNAUTHENTICATED)
 
     async def _check_sessions(self, now: float) -> None:
         """End streams whose session another server ended; ask quiet clients whether they live."""

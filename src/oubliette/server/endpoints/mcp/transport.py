@@ -100,8 +100,10 @@ class McpEndpoint:
         self._sessions = sessions
         self._door = Door(served, doors or Doors(), body_bytes)
         self._tasks = Tasks()
-        self._streams = Streams(served, sessions, per_principal=streams_per_principal, patience=patience)
         self._running: set[Exchange] = set()
+        self._streams = Streams(
+            served, sessions, running=self._running, per_principal=streams_per_principal, patience=patience
+        )
         self._cancellable: dict[tuple[str, Id], Exchange] = {}
         self._load: Counter[str] = Counter()
         self._stopping = False
