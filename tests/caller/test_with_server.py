@@ -342,6 +342,24 @@ async def test_a_childs_open_call_is_asked_for_once_by_a_caller_that_polls(serve
             await session.result()
 
 
+async def test_a_childs_call_does_not_wait_for_the_page_that_a_proxy_holds(server: ServerProcess):
+    async with StingyProxy(server.url) as proxy, Caller(proxy.url, server.token, "ant") as caller:
+        ran = asyncio.Event()
+
+        @caller.tool
+        def quick() -> None:
+            ran.set()
+
+        child = {"message": plan({"sleep": 1}, call("quick")), "wait_seconds": 30}
+        session = await caller.start(
+            await project_of(caller), plan({"tool": "oubliette_session_message", "args": child}), oubliette_scope="write"
+        )
+        async with asyncio.timeout(40), asyncio.TaskGroup() as group:
+            group.create_task(session.result())
+            async with asyncio.timeout(10):
+                await ran.wait()
+
+
 async def test_refusals_of_the_server_are_exceptions_by_their_kind(server: ServerProcess):
     async with Caller(server.url, server.token, "ant") as caller:
         with pytest.raises(NotFound):

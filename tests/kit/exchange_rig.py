@@ -47,8 +47,9 @@ def tools(*names: str, **more: Any) -> Declaration:
 class Heard:
     """A carrier, and a standing stream, that keeps what it was told."""
 
-    def __init__(self, kind: str = "stream") -> None:
+    def __init__(self, kind: str = "stream", *stream_ids: str) -> None:
         self.kind = kind
+        self.stream_ids = stream_ids
         self.told: list[dict[str, Any]] = []
         self.carries: list[str] = []
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

@@ -409,6 +409,27 @@ async def test_a_poll_fetches_what_its_own_session_did_not_hear_on_its_stream(ex
     assert exchange.carriers.is_on(SESSION, request_id) is not None
 
 
+async def test_who_polls_beside_another_request_is_asked_by_the_poll(exchange: Rig) -> None:
+    """What stands between may hold the other request's notifications back until its answer."""
+    waiting = poll(exchange, stream_id="mcp-1")
+    await exchange.settle()
+    watch, foreign = Heard("request", "mcp-1"), Heard("request", "mcp-2")
+    exchange.exchange.attach(SESSION, watch)
+    exchange.call("a")
+    ((first, redelivery),) = await polled(waiting)
+    assert (redelivery, watch.told) == (0, [])
+    exchange.call("b")
+    second = (await watch.next())["request_id"]
+    assert await polled(poll(exchange, first, wait_s=0, stream_id="mcp-2")) == []
+    assert await polled(poll(exchange, first, wait_s=0, stream_id="mcp-1")) == [(second, 1)]
+    waiting = poll(exchange, first, second, stream_id="mcp-1")
+    await exchange.settle()
+    exchange.exchange.attach(SESSION, foreign)
+    exchange.call("c")
+    await foreign.next()
+    assert not waiting.done()
+
+
 async def test_a_stream_that_comes_while_a_poll_holds_a_request_gets_the_next(exchange: Rig) -> None:
     exchange.exchange.promise(SESSION, 5)
     exchange.call("a")

@@ -15,7 +15,7 @@ A *reach* is how a tree of sessions reaches its owner; its id is that of the tre
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,11 @@ class Carrier(Protocol):
     @property
     def kind(self) -> str:
         """A word for logs and tests: `stream`, `request`, `listen`, `poll`."""
+        ...
+
+    @property
+    def stream_ids(self) -> Collection[str]:
+        """The MCP sessions whose requests this stands on; none where it stands on a stream of its own."""
         ...
 
     def announce(self, session_id: str, announcement: Announcement) -> None:
@@ -84,9 +89,13 @@ class _Reach:
     timer: Timer | None = None
 
     def newest(self) -> Carrier | None:
-        if self.polls_only:
-            return next((one for one in reversed(self.carriers) if one.kind == POLL), None)
-        return self.carriers[-1] if self.carriers else None
+        poll = next((one for one in reversed(self.carriers) if one.kind == POLL), None)
+        if self.polls_only or not self.carriers:
+            return poll
+        newest = self.carriers[-1]
+        if poll is not None and not set(poll.stream_ids).isdisjoint(newest.stream_ids):
+            return poll  # who polls beside another request may not hear what is said on that one before its answer
+        return newest
 
     def waits(self) -> bool:
         """Whether some request is on no carrier."""
@@ -221,14 +230,17 @@ class Carriers:
     ) -> Announcement | None:
         """Hand a request out by hand, to a carrier that fetches; None where another carrier has it.
 
-        The stream of the MCP session that fetches is no other: who asks for a request has not heard of it there.
+        What stands on the MCP session that fetches is no other: who asks for a request has not heard of it there.
         """
         reach = self._reaches.get(reach_id)
         if reach is None or self._requests is None:
             return None
         on = reach.on.get(request_id)
         line = self._lines.get(stream_id) if stream_id is not None else None
-        if on is not None and on is not carrier and (line is None or on is not line.stream):
+        is_own = line is not None and on is line.stream
+        if on is not None and stream_id is not None:
+            is_own = is_own or stream_id in on.stream_ids
+        if on is not None and on is not carrier and not is_own:
             return None
         count = reach.deliveries.get(request_id, 0)
         if on is carrier and not again:

@@ -6,6 +6,8 @@ because the answer that held it may have been lost.
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Collection
 
 from oubliette.server.caller_tools.carriers import POLL, Announcement, Carriers
 from oubliette.server.caller_tools.desk import Desk, Desks, Tree
@@ -21,6 +23,7 @@ class Poll:
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
         self.polling = 0
+        self.asking: Counter[str] = Counter()  # the MCP sessions that poll now
         self.begun = 0  # counts polls and what they were given, in one order
         self.given: dict[str, int] = {}
         self.leaving: Timer | None = None
@@ -28,6 +31,10 @@ class Poll:
     def announce(self, session_id: str, announcement: Announcement) -> None:
         del session_id, announcement  # a poll reads what is pending itself
         self.arrived.set()
+
+    @property
+    def stream_ids(self) -> Collection[str]:
+        return self.asking.keys()
 
     def next(self) -> int:
         self.begun += 1
@@ -54,6 +61,8 @@ class Polling:
         if poll.leaving is not None:
             poll.leaving.cancel()
         poll.polling += 1
+        asker = Counter([stream_id] if stream_id is not None else [])
+        poll.asking += asker
         self._carriers.attach(root_id, poll)
         answered = False
         try:
@@ -62,6 +71,7 @@ class Polling:
             return found
         finally:
             poll.polling -= 1
+            poll.asking -= asker
             self._left(root_id, poll, answered)
 
     async def _wait(

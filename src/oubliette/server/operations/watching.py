@@ -35,8 +35,9 @@ class Watch:
 
     kind = "request"
 
-    def __init__(self, followed: Followed) -> None:
+    def __init__(self, followed: Followed, stream_id: str | None) -> None:
         self._followed = followed
+        self.stream_ids = () if stream_id is None else (stream_id,)
 
     def announce(self, session_id: str, announcement: Announcement) -> None:
         del session_id
@@ -80,7 +81,7 @@ async def follow(
     """
     followed = asked.followed if asked.followed is not None and asked.followed.wants_events else None
     is_owner = asked.actor.principal == session.owner and not asked.actor.inside
-    carrier = Watch(followed) if followed is not None and is_owner and session.is_live else None
+    carrier = Watch(followed, asked.stream_id) if followed is not None and is_owner and session.is_live else None
     live = rooms.sessions.live(session.id) is not None
     if carrier is not None and live:
         rooms.exchange.attach(session.id, carrier)

@@ -83,6 +83,7 @@ class Updates:
     """A carrier that says only that there is something to read."""
 
     kind = "listen"
+    stream_ids = ()
 
     def __init__(self, channel: Channel, uri: str) -> None:
         self._channel = channel
@@ -174,6 +175,7 @@ class Standing:
     """One legacy session's stream: a carrier of what is bound to it, and a follower of its logs."""
 
     kind = "stream"
+    stream_ids = ()
 
     def __init__(
         self, stream: StreamContext, standings: Standings, desks: Desks, session_of: Callable[[str], str | None]
