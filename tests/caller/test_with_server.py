@@ -329,7 +329,9 @@ async def test_a_childs_open_call_is_asked_for_once_by_a_caller_that_polls(serve
 
         child = {"message": plan(call("slow")), "wait_seconds": 30}
         session = await caller.start(
-            await project_of(caller), plan({"tool": "oubliette_session_message", "args": child}), oubliette_scope="write"
+            await project_of(caller),
+            plan({"tool": "oubliette_session_message", "args": child}),
+            oubliette_scope="write",
         )
         async with asyncio.timeout(30):
             await began.wait()
@@ -352,7 +354,9 @@ async def test_a_childs_call_does_not_wait_for_the_page_that_a_proxy_holds(serve
 
         child = {"message": plan({"sleep": 1}, call("quick")), "wait_seconds": 30}
         session = await caller.start(
-            await project_of(caller), plan({"tool": "oubliette_session_message", "args": child}), oubliette_scope="write"
+            await project_of(caller),
+            plan({"tool": "oubliette_session_message", "args": child}),
+            oubliette_scope="write",
         )
         async with asyncio.timeout(40), asyncio.TaskGroup() as group:
             group.create_task(session.result())

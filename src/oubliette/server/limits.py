@@ -27,6 +27,8 @@ MCP_SESSIONS_PER_PRINCIPAL = 256
 MCP_SESSION_IDLE_S = 1800.0
 EVENTS_PAGE = 500
 PAGE_BYTES = 1024 * 1024
+# An answer that may be an event of a stream, both copies of its result; what is around them has the rest of 1 MiB.
+ANSWER_EVENT_BYTES = 960 * 1024
 BULK_ROWS = 500  # of what is deleted in one transaction
 WAIT_S_MAX = 45.0
 WATCH_S_MAX = 3600.0

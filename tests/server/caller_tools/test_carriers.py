@@ -1,6 +1,7 @@
 """Which carrier a request is on: one at a time, the newest, and never none while one lives."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,22 @@ async def test_of_two_polls_that_wait_together_one_gets_a_request(exchange: Rig)
     both = await polled(first) + await polled(second)
     assert len({request_id for request_id, _ in both}) == 2
     assert {redelivery for _, redelivery in both} == {0}
+
+
+async def test_a_poll_gives_the_first_that_it_has_space_for_and_at_least_one(exchange: Rig) -> None:
+    exchange.exchange.promise(SESSION, 5)
+    for text in "abc":
+        exchange.call(text, text=text)
+        await exchange.settle()
+    for space, expected in ((0, ["a"]), (2, ["a", "b"]), (9, ["a", "b", "c"])):
+        offered: list[Any] = []
+
+        def takes(announcement: dict[str, Any], space: int = space, offered: list[Any] = offered) -> bool:
+            offered.append(announcement)
+            return len(offered) <= space
+
+        told = await exchange.exchange.poll(SESSION, frozenset(), 0, takes=takes)
+        assert [json.loads(bytes(one["arguments"]))["text"] for one in told] == expected
 
 
 async def test_a_later_poll_that_does_not_know_a_request_gets_it_again(exchange: Rig) -> None:

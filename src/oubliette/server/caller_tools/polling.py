@@ -7,12 +7,19 @@ because the answer that held it may have been lost.
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from oubliette.server.caller_tools.carriers import POLL, Announcement, Carriers
 from oubliette.server.caller_tools.desk import Desk, Desks, Tree
 from oubliette.server.clock import AlarmClock, Timer
 from oubliette.server.limits import PROMISE_POLL_S, WAIT_S_MAX
+
+Takes = Callable[[Announcement], bool]
+
+
+def _anything(announcement: Announcement) -> bool:
+    del announcement
+    return True
 
 
 class Poll:
@@ -49,11 +56,18 @@ class Polling:
         self._polls: dict[str, Poll] = {}
 
     async def poll(
-        self, session_id: str, known: frozenset[str], wait_s: float, *, stream_id: str | None = None
+        self,
+        session_id: str,
+        known: frozenset[str],
+        wait_s: float,
+        *,
+        stream_id: str | None = None,
+        takes: Takes = _anything,
     ) -> list[Announcement]:
         """Requests that the poller does not know yet and no other carrier has; waits for the first, so long at most.
 
-        `stream_id` is the MCP session that polls: what went to its own stream was evidently not heard there.
+        `stream_id` is the MCP session that polls: what went to its own stream was evidently not heard there. `takes`
+        says of each whether the answer has space for it; the first goes in any case, what is left with the next poll.
         """
         desk = self._desks.get(session_id)
         root_id = desk.tree.root_id
@@ -66,7 +80,7 @@ class Polling:
         self._carriers.attach(root_id, poll)
         answered = False
         try:
-            found = await self._wait(desk, poll, known, wait_s, stream_id)
+            found = await self._wait(desk, poll, known, wait_s, stream_id, takes)
             answered = True
             return found
         finally:
@@ -75,7 +89,7 @@ class Polling:
             self._left(root_id, poll, answered)
 
     async def _wait(
-        self, desk: Desk, poll: Poll, known: frozenset[str], wait_s: float, stream_id: str | None
+        self, desk: Desk, poll: Poll, known: frozenset[str], wait_s: float, stream_id: str | None, takes: Takes
     ) -> list[Announcement]:
         begun = poll.next()
         over = False
@@ -89,7 +103,7 @@ class Polling:
         try:
             while True:
                 poll.arrived.clear()
-                found = self._found(desk.tree, poll, known, begun, stream_id)
+                found = self._found(desk.tree, poll, known, begun, stream_id, takes)
                 if found or timer is None or over or desk.closing is not None:
                     return found
                 await poll.arrived.wait()
@@ -98,15 +112,17 @@ class Polling:
                 timer.cancel()
 
     def _found(
-        self, tree: Tree, poll: Poll, known: frozenset[str], begun: int, stream_id: str | None
+        self, tree: Tree, poll: Poll, known: frozenset[str], begun: int, stream_id: str | None, takes: Takes
     ) -> list[Announcement]:
-        pending = [one.call.request_id for one in tree.pending()]
+        pending = {one.call.request_id: one for one in tree.pending()}
         poll.given = {request_id: poll.given[request_id] for request_id in pending if request_id in poll.given}
         found: list[Announcement] = []
-        for request_id in pending:
+        for request_id, one in pending.items():
             given = poll.given.get(request_id)
             if request_id in known or (given is not None and given > begun):
                 continue
+            if not takes(one.announcement()) and found:
+                break
             told = self._carriers.take(tree.root_id, request_id, poll, stream_id=stream_id, again=given is not None)
             if told is not None:
                 poll.given[request_id] = poll.next()

@@ -8,6 +8,7 @@ from msgspec import Meta
 from oubliette.server.errors import NotFound
 from oubliette.server.limits import KNOWN_REQUESTS, WAIT_S_MAX
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.operations.space import Space
 from oubliette.server.tokens.token import Scope
 from oubliette.wire.events import CallerToolProgress
 
@@ -81,7 +82,11 @@ async def respond(rooms: Rooms, asked: Asked, params: CallerToolResponse) -> Res
 
 async def poll(rooms: Rooms, asked: Asked, params: CallerToolPoll) -> Requests:
     found = await rooms.exchange.poll(
-        params.session_id, frozenset(params.known), params.wait_seconds, stream_id=asked.stream_id
+        params.session_id,
+        frozenset(params.known),
+        params.wait_seconds,
+        stream_id=asked.stream_id,
+        takes=Space().takes,
     )
     return Requests(requests=found)
 

@@ -22,6 +22,7 @@ from oubliette.server.limits import (
 )
 from oubliette.server.operations.choices import ChosenAutonomy
 from oubliette.server.operations.operation import Asked, Operation, Rooms, Target
+from oubliette.server.operations.space import Space
 from oubliette.server.operations.watching import Seen, follow, page_of_tree
 from oubliette.server.sessions import rows
 from oubliette.server.sessions.lifecycle import State
@@ -31,6 +32,7 @@ from oubliette.server.tokens.token import Scope
 
 FAILURES = (State.FAILED, State.TIMED_OUT)
 SessionId = Annotated[str, Meta(description="The session's id.")]
+LeftOut = Annotated[list[str], Meta(description="Fields that are too large here: session_get shows the turn's text.")]
 Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Wait so many seconds at most.")]
 
 
@@ -104,6 +106,7 @@ class SessionMessaged(msgspec.Struct, kw_only=True, omit_defaults=True):
     result: Annotated[str | None, Meta(description="The turn's text, where wait_seconds saw its end.")] = None
     stop_reason: str | None = None
     error: str | None = None
+    left_out: LeftOut = []
 
 
 class SessionNamed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -320,22 +323,32 @@ async def waited(
 
 async def _as_it_is_now(rooms: Rooms, asked: Asked, told: SessionMessaged) -> SessionMessaged:
     session = await rooms.sessions.get(told.session_id)
-    is_owner = asked.actor.principal == session.owner
+    is_owner = asked.actor.principal == session.owner and not asked.actor.inside
     if is_owner:
         rooms.exchange.promise(session.id, PROMISE_ANSWER_S)
     turn = await rooms.database.read(lambda tx: rows.turn(tx, session.id, told.turn))
     if turn is not None and turn.ended_at is None:
         turn = None
+    text, left_out = _text(turn, Space(), "result")
     declaration = session.declaration if is_owner else None
     return msgspec.structs.replace(
         told,
         status=session.state.value,
         caller_tools=declaration.names() if declaration is not None else None,
         pending_caller_requests=rooms.exchange.pending_count(session.id) if is_owner else 0,
-        result=turn.text if turn is not None else None,
+        result=text,
         stop_reason=turn.stop_reason if turn is not None else None,
         error=turn.error if turn is not None else None,
+        left_out=left_out,
     )
+
+
+def _text(turn: rows.Turn | None, space: Space | None, name: str) -> tuple[str | None, list[str]]:
+    """The text of a turn that is over, or where it does not fit the field that is left out."""
+    if turn is None or turn.ended_at is None or turn.text is None:
+        return None, []
+    fits = space is None or space.takes(turn.text)
+    return (turn.text, []) if fits else (None, [name])
 
 
 def _turn_shown(turn: rows.Turn) -> TurnShown:
@@ -454,6 +467,7 @@ class EventsShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     cursor: Annotated[str | None, Meta(description="With include_children: pass it on for the next page.")] = None
     pending_caller_requests: int = 0
     final_response: Annotated[str | None, Meta(description="The last turn's text, once no turn is open.")] = None
+    left_out: LeftOut = []
 
 
 async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsShown:
@@ -464,18 +478,30 @@ async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsSho
     seen = Seen(params.since_index)
     if params.include_children:
         tree = await page_of_tree(
-            rooms, asked, session, params.since_index, params.cursor, params.max_events, wait_s=params.wait_seconds
+            rooms,
+            asked,
+            session,
+            params.since_index,
+            params.cursor,
+            params.max_events,
+            wait_s=params.wait_seconds,
+            space=seen.space,
         )
         page = await rooms.events.page(session.id, tree.last_index, max_events=1)
-        shown, more, last, cursor = tree.events, tree.more, tree.last_index, tree.cursor
+        shown, more, last, cursor, waited = tree.events, tree.more, tree.last_index, tree.cursor, tree.waited
     else:
         cursor = None
         page = await rooms.events.page(session.id, params.since_index, max_events=params.max_events)
-        if not page.events and params.wait_seconds > 0:
+        waited = not page.events and params.wait_seconds > 0
+        if waited:
             await follow(rooms, asked, session, seen, seconds=params.wait_seconds, until="event")
             page = await rooms.events.page(session.id, params.since_index, max_events=params.max_events)
-        shown, more, last = page.events, page.last_index < page.end_index, page.last_index
-    current, final_response = await _standing(rooms, asked, session)
+        # An event that does not fit comes with the next page, which need not be waited for.
+        shown = seen.space.fitting(page.events) if waited else page.events
+        last = shown[-1]["index"] if shown else params.since_index
+        more = last < page.end_index
+    current, turn = await _standing(rooms, asked, session)
+    text, left_out = _text(turn, seen.space if waited else None, "final_response")
     return EventsShown(
         session_id=session.id,
         status=current.state.value,
@@ -488,7 +514,8 @@ async def events(rooms: Rooms, asked: Asked, params: SessionEvents) -> EventsSho
         error=_error(current),
         cursor=cursor,
         pending_caller_requests=rooms.exchange.pending_count(session.id),
-        final_response=final_response,
+        final_response=text,
+        left_out=left_out,
     )
 
 
@@ -496,18 +523,17 @@ def _error(session: rows.Session) -> str | None:
     return session.reason if session.state in FAILURES else None
 
 
-async def _standing(rooms: Rooms, asked: Asked, session: rows.Session) -> tuple[rows.Session, str | None]:
-    """The session as it is now, and its last turn's text once that is over.
+async def _standing(rooms: Rooms, asked: Asked, session: rows.Session) -> tuple[rows.Session, rows.Turn | None]:
+    """The session as it is now, and its last turn.
 
     It is told with a page or a watch: where they are the owner's, they promise the next one.
     """
     if asked.actor.principal == session.owner and not asked.actor.inside:
         rooms.exchange.promise(session.id, PROMISE_POLL_S)
 
-    async def read(tx: Tx) -> tuple[rows.Session, str | None]:
+    async def read(tx: Tx) -> tuple[rows.Session, rows.Turn | None]:
         current = await rows.get(tx, session.id)
-        last = await rows.turn(tx, session.id, current.turns)
-        return current, last.text if last is not None else None
+        return current, await rows.turn(tx, session.id, current.turns)
 
     return await rooms.database.read(read)
 
@@ -522,6 +548,7 @@ class Watched(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = []
     error: Annotated[str | None, Meta(description="Why the session failed, where it did.")] = None
     final_response: str | None = None
+    left_out: LeftOut = []
 
 
 async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
@@ -529,7 +556,8 @@ async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
     await rooms.sessions.bind(asked.actor, session, asked.stream_id)
     seen = Seen(params.since_index, deltas=params.deltas)
     ended_by = await follow(rooms, asked, session, seen, seconds=params.wait_seconds, until=params.until)
-    current, final_response = await _standing(rooms, asked, session)
+    current, turn = await _standing(rooms, asked, session)
+    text, left_out = _text(turn, seen.space, "final_response")
     return Watched(
         session_id=session.id,
         status=current.state.value,
@@ -537,7 +565,8 @@ async def watch(rooms: Rooms, asked: Asked, params: SessionWatch) -> Watched:
         ended_by=ended_by,
         events=seen.kept,
         error=_error(current),
-        final_response=final_response,
+        final_response=text,
+        left_out=left_out,
     )
 
 

@@ -13,6 +13,7 @@ from oubliette.server.events.following import LOOK_AGAIN_S
 from oubliette.server.events.log import Page
 from oubliette.server.limits import EVENTS_PAGE, PAGE_BYTES
 from oubliette.server.operations.operation import Asked, Followed, Rooms
+from oubliette.server.operations.space import Space, pushable
 from oubliette.server.sessions import rows
 from oubliette.server.sessions.lifecycle import ENDS, State
 from oubliette.server.storage.database import Tx
@@ -27,7 +28,7 @@ class Seen:
     last_index: int
     deltas: bool = False
     kept: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    kept_bytes: int = 0
+    space: Space = field(default_factory=Space)
 
 
 class Watch:
@@ -131,15 +132,16 @@ async def _follow(
 def _take(page: Page, seen: Seen, followed: Followed | None, carrier: Watch | None) -> bool:
     """Push a page's events, or keep them; False when no more can be kept."""
     for event in page.events:
+        is_wanted = seen.deltas or event["type"] != "delta"
         if followed is not None:
             announced = carrier is not None and event["type"] == "caller_tool_request"
-            if not announced and (seen.deltas or event["type"] != "delta"):
+            if is_wanted and not announced:
                 followed.push(event)
-        elif len(seen.kept) >= EVENTS_PAGE or seen.kept_bytes >= PAGE_BYTES:
-            return False
-        elif seen.deltas or event["type"] != "delta":
-            seen.kept.append(event)
-            seen.kept_bytes += len(msgspec.json.encode(event))
+        elif is_wanted:
+            shown = pushable(event)
+            if len(seen.kept) >= EVENTS_PAGE or not seen.space.takes(shown):
+                return False
+            seen.kept.append(shown)
         seen.last_index = event["index"]
     return True
 
@@ -165,6 +167,7 @@ class TreePage:
     cursor: str
     more: bool
     last_index: int  # how far the session's own log was read
+    waited: bool
 
 
 async def page_of_tree(
@@ -176,22 +179,29 @@ async def page_of_tree(
     max_events: int,
     *,
     wait_s: float,
+    space: Space,
 ) -> TreePage:
-    """The next page of a tree; where there is none yet, wait so long at most for its first event."""
+    """The next page of a tree; where there is none yet, wait so long at most for its first event.
+
+    What was waited for is what fits into `space`.
+    """
     read_to = _decoded(cursor) if cursor is not None else {session.id: since_index}
     deadline = rooms.clock.monotonic() + wait_s
     checked = Checked(rooms, asked)
     events, more = await _merged(rooms, session, read_to, max_events)
-    while not events and (left := deadline - rooms.clock.monotonic()) > 0:
+    waited = False
+    while not events and not more and (left := deadline - rooms.clock.monotonic()) > 0:
         # Whoever begins below is not known yet: the session's own log wakes this, and every second does.
         await rooms.following.grown(session.id, read_to.get(session.id, -1), min(left, checked.due_in_s()))
         await checked.again()
-        events, more = await _merged(rooms, session, read_to, max_events)
-    return TreePage(events=events, cursor=_encoded(read_to), more=more, last_index=read_to.get(session.id, -1))
+        events, more = await _merged(rooms, session, read_to, max_events, space)
+        waited = True
+    cursor, last_index = _encoded(read_to), read_to.get(session.id, -1)
+    return TreePage(events=events, cursor=cursor, more=more, last_index=last_index, waited=waited)
 
 
 async def _merged(
-    rooms: Rooms, session: rows.Session, read_to: dict[str, int], max_events: int
+    rooms: Rooms, session: rows.Session, read_to: dict[str, int], max_events: int, space: Space | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
     """Take the next events of all logs, and move `read_to` behind them; whether there are more."""
     found: list[tuple[float, str, int, dict[str, Any]]] = []
@@ -206,6 +216,8 @@ async def _merged(
             found.append((latest, one.id, event["index"], event))
     found.sort(key=lambda item: item[:3])
     taken = [event for *_, event in found[:max_events]]
+    if space is not None:
+        taken = space.fitting(taken)
     for event in taken:
         read_to[event["session_id"]] = event["index"]
     return taken, more or len(taken) < len(found)

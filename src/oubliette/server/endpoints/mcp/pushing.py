@@ -17,15 +17,13 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-import msgspec
-
 from oubliette.server.caller_tools.carriers import Announcement, Carriers
 from oubliette.server.endpoints.mcp.contract import SEVERITY, Channel, Context, StreamContext
 from oubliette.server.endpoints.mcp.versions import Era
 from oubliette.server.errors import NotFound, Purged
 from oubliette.server.events.following import LOOK_AGAIN_S, Following
 from oubliette.server.events.log import EventLog
-from oubliette.server.limits import PUSHED_EVENT_BYTES
+from oubliette.server.operations.space import pushable
 from oubliette.server.sessions.lifecycle import ENDS
 from oubliette.wire.events import LOGGER
 
@@ -36,8 +34,6 @@ UPDATED: Final = "notifications/resources/updated"
 REQUEST: Final = "caller_tool_request"
 # Said of a request to the carrier that it is on.
 ANNOUNCED: Final = frozenset({REQUEST, "caller_tool_cancelled", "caller_tool_progress"})
-# Whose size somebody else decides; of all other types every field is short.
-LARGE: Final = frozenset({"user_message", "message", "tool_call", "tool_result", "plan", "completion", "error"})
 LEVELS: Final = {"delta": "debug", "warning": "warning", "error": "error"}
 DEFAULT_LEVEL: Final = "info"
 # Wakes of a busy log are gathered for so long: many events are then one read and one write.
@@ -51,24 +47,6 @@ STREAMS_REMEMBERED: Final = 4096
 def message(event: dict[str, Any], level: str = DEFAULT_LEVEL) -> dict[str, Any]:
     """An event as a log notification's parameters: the vehicle that every legacy client has."""
     return {"level": level, "logger": LOGGER, "data": event}
-
-
-def pushable(event: dict[str, Any]) -> dict[str, Any]:
-    """The event, or of a large one what is small, and the names of the fields that were left out."""
-    if event["type"] not in LARGE or len(_encode(event)) <= PUSHED_EVENT_BYTES:
-        return event
-    by_size = sorted(event, key=lambda name: len(_encode(event[name])))
-    kept: dict[str, Any] = {}
-    room = PUSHED_EVENT_BYTES
-    for name in by_size:
-        room -= len(_encode(event[name]))
-        if room < 0:
-            break
-        kept[name] = event[name]
-    return kept | {"left_out": [name for name in event if name not in kept]}
-
-
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class Desks(Protocol):

@@ -8,7 +8,7 @@ stream or without.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,7 +44,7 @@ class Streams:
         served: Served,
         sessions: McpSessions,
         *,
-        running: Set[Exchange],
+        running: AbstractSet[Exchange],
         per_principal: int,
         patience: Patience | None = None,
     ) -> None:
