@@ -226,6 +226,73 @@ async def test_progress_from_inside_a_tool_names_its_request() -> None:
         ]
 
 
+async def test_what_moves_the_deadline_is_told_until_the_server_took_it() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        gate = asyncio.Event()
+
+        @caller.tool
+        async def long() -> None:
+            caller.progress(extend_s=60)
+            await gate.wait()
+
+        async with asyncio.TaskGroup() as group:
+            server.stopping = 1
+            server.failures["caller_tool_progress"] = [
+                {"kind": "unavailable", "message": "busy", "retryable": True},
+            ]
+            asked = group.create_task(server.ask("long", {}, request_id="r1"))
+            await server.until(lambda: len(server.progress) == 1)
+            assert server.progress[0]["extend_seconds"] == 60
+            assert (server.stopping, server.failures["caller_tool_progress"]) == (0, [])
+            gate.set()
+            await asked
+        assert len(server.progress) == 1
+
+
+async def test_what_moves_the_deadline_is_not_told_again_where_it_is_refused() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        gate = asyncio.Event()
+
+        @caller.tool
+        async def long() -> None:
+            caller.progress(extend_s=60)
+            await gate.wait()
+
+        @caller.tool
+        async def other() -> None:
+            caller.progress(extend_s=61)
+
+        server.failures["caller_tool_progress"] = [{"kind": "not_found", "message": "no such request"}]
+        await server.announce("long", {}, request_id="r1")
+        await server.until(lambda: server.failures["caller_tool_progress"] == [])
+        await server.ask("other", {})
+        await server.until(lambda: len(server.progress) > 0)
+        assert [one["extend_seconds"] for one in server.progress] == [61]
+        gate.set()
+
+
+async def test_what_is_asked_before_anything_is_lent_waits_for_it() -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        session = await caller.attach("gogol_1")
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(server.ask(name, {}, request_id=name)) for name in ("first", "second", "third")]
+            await server.push_frame({"jsonrpc": "2.0", "id": "p1", "method": "ping"})
+            await server.until(lambda: server.pongs == ["p1"])
+            assert server.answers == []
+
+            @caller.tool
+            def first() -> int:
+                return 1
+
+            @caller.tool
+            def second() -> int:
+                return 2
+
+        assert [one.result()["result"] for one in asked] == [1, 2, None]
+        assert "no tool 'third'" in asked[2].result()["error"]
+        await session.end()
+
+
 async def test_large_arguments_are_fetched() -> None:
     async with FakeServer() as server, lent_to(server) as caller:
 

@@ -27,12 +27,13 @@ import msgspec
 from oubliette.caller import messages
 from oubliette.caller.crew import Crew
 from oubliette.caller.endpoint import Endpoint
-from oubliette.caller.errands import Errand, Errands, current
+from oubliette.caller.errands import Errands, current
 from oubliette.caller.errors import CallerError, NotFound, Unauthenticated
 from oubliette.caller.http1 import Response
 from oubliette.caller.lane import Address, Lanes
 from oubliette.caller.outbox import Outbox
 from oubliette.caller.presence import Presence
+from oubliette.caller.reports import Reports
 from oubliette.caller.session import Session
 from oubliette.caller.tool import Tool, tool_of
 
@@ -64,6 +65,7 @@ class Caller:
         self._declaration = 0  # counts the changes of what is lent
         self._sessions: dict[str, Session] = {}
         self._failure: CallerError | None = None
+        self._errands: Errands | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -75,16 +77,18 @@ class Caller:
         self._endpoint.on_renewed = self._renewed
         self._lanes = Lanes(LANES, self._address, self._tls, self._endpoint.lane_headers)
         self._outbox = Outbox(self._lanes, self._endpoint.next_id, self._forgotten, self._failed)
-        self._errands = Errands(self._tools, self._crew, self._parallel_max, self._outbox.give, self._fetch_arguments)
-        self._outbox.replaced = self._errands.replaced
+        errands = Errands(self._tools, self._crew, self._parallel_max, self._outbox.give, self._fetch_arguments)
+        self._errands = errands
+        self._outbox.replaced = errands.replaced
+        self._reports = Reports(self._lanes, self._crew, self._endpoint.next_id)
         self._presence = Presence(
             self._endpoint,
             self._crew,
-            announced=self._announced,
+            announced=lambda announced: _take(errands, announced),
             pinged=self._pinged,
             failed=self._failed,
             sessions=lambda: list(self._sessions),
-            open_requests=self._errands.open_requests,
+            open_requests=errands.open_requests,
         )
         await self._crew.begin()
         try:
@@ -131,6 +135,8 @@ class Caller:
             tool = tool_of(function, **options)
             self._tools[tool.name] = tool
             self._declaration += 1
+            if self._errands is not None:
+                self._loop.call_soon_threadsafe(self._errands.lent)
             return function
 
         return lend if function is None else lend(function)
@@ -150,7 +156,11 @@ class Caller:
         return session
 
     async def attach(self, session_id: str) -> Session:
-        """Take up a session again that this token started, its open requests included."""
+        """Take up a session again that this token started, its open requests included.
+
+        Lend first what its droid may call. Requests that come while nothing was lent yet wait for that; once
+        something is, one for a tool that is not among it is answered with an error.
+        """
         session = Session(self, session_id)
         await session.take_up()
         self.adopt(session)
@@ -180,7 +190,7 @@ class Caller:
         errand = current.get()
         if errand is not None:
             told = {"progress": progress, "total": total, "message": message, "extend_seconds": extend_s}
-            self._loop.call_soon_threadsafe(self._send_progress, errand, told)
+            self._loop.call_soon_threadsafe(self._reports.send, errand, told)
 
     async def project_id(self, project: str) -> str:
         """The id of a project given by id or by its exact name. Raises `NotFound`."""
@@ -211,12 +221,6 @@ class Caller:
         self._sessions[session.id] = session
         self._presence.add(session.id)
 
-    def _announced(self, announced: messages.Announced) -> None:
-        if announced.type == "caller_tool_request":
-            self._errands.asked(announced)
-        elif announced.type == "caller_tool_cancelled":
-            self._errands.withdrawn(announced.request_id)
-
     def _pinged(self, ping_id: int | str) -> None:
         self._lanes.post(messages.pong(ping_id), _not_looked_at)
 
@@ -226,15 +230,6 @@ class Caller:
             if one["request_id"] == asked.request_id:
                 return msgspec.Raw(msgspec.json.encode(one["arguments"]))
         raise NotFound("the call ended before its arguments could be fetched")
-
-    def _send_progress(self, errand: Errand, told: dict[str, Any]) -> None:
-        if errand.over:
-            return
-        arguments: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
-        arguments["session_id"] = errand.asked.session_id
-        arguments["request_id"] = errand.asked.request_id
-        body = messages.tool_call(self._endpoint.next_id(), "caller_tool_progress", arguments)
-        self._lanes.post(body, _not_looked_at)
 
     def _forgotten(self) -> None:
         self._crew.start(self._renew(self._endpoint.session_id), "renew")
@@ -273,5 +268,12 @@ class Caller:
             await self._http.close()
 
 
+def _take(errands: Errands, announced: messages.Announced) -> None:
+    if announced.type == "caller_tool_request":
+        errands.asked(announced)
+    elif announced.type == "caller_tool_cancelled":
+        errands.withdrawn(announced.request_id)
+
+
 def _not_looked_at(response: Response | None) -> None:
-    """Progress and pongs are worth one try."""
+    """A pong is worth one try."""

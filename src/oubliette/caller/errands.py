@@ -66,6 +66,8 @@ class Errands:
         self._kept_bytes = 0
         self._running = 0
         self._queue: deque[tuple[Errand, Tool]] = deque()
+        self._has_lent = bool(tools)
+        self._early: list[Errand] = []  # what was asked for before anything was lent
 
     def asked(self, asked: Announced) -> None:
         """A request came, perhaps for the second time."""
@@ -76,6 +78,21 @@ class Errands:
         errand = self._known[asked.request_id] = Errand(asked)
         if len(self._known) > ERRANDS_REMEMBERED:
             self._forget_one()
+        if self._has_lent or asked.tool in self._tools:
+            self._begin(errand)
+        else:
+            self._early.append(errand)
+
+    def lent(self) -> None:
+        """Something is lent from now on: begin what was asked for before."""
+        self._has_lent = True
+        early, self._early = self._early, []
+        for errand in early:
+            if not errand.over:
+                self._begin(errand)
+
+    def _begin(self, errand: Errand) -> None:
+        asked = errand.asked
         tool = self._tools.get(asked.tool)
         if tool is None:
             self._finish(errand, error=f"this caller has no tool {asked.tool!r}")
