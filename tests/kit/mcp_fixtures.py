@@ -92,7 +92,7 @@ def embedded(uri: str, content: str, kind: str = "text/plain") -> dict[str, Any]
 
 
 class Fixtures:
-    """A `Served` of tools, resources and prompts; with `keys`, a bearer becomes the principal that it names."""
+    """A `Served` of what oubliette offers, tools and resources; with `keys`, a bearer becomes whom it names."""
 
     info: Mapping[str, str] = {"name": "fixtures", "version": "1"}
     instructions: str | None = "Nothing here is real."
@@ -106,11 +106,7 @@ class Fixtures:
         self.changed: list[tuple[str | None, tuple[str, ...]]] = []
         self.started = asyncio.Event()  # a tool that hangs has begun
         self.stopped: list[str] = []  # tools that hung and were cancelled
-        self.methods: Mapping[str, Method] = {
-            "prompts/list": self._list_prompts,
-            "prompts/get": self._get_prompt,
-            "completion/complete": self._complete,
-        }
+        self.methods: Mapping[str, Method] = {}
         self.tools: dict[str, tuple[str, dict[str, Any], Tool]] = {
             "json_schema_2020_12_tool": ("Has a schema with much in it.", VOCABULARY, self._echo),
             "test_audio_content": ("Returns a sound.", NOTHING, self._audio),
@@ -138,9 +134,7 @@ class Fixtures:
         return {
             "tools": {"listChanged": True},
             "resources": {"subscribe": True},
-            "prompts": {"listChanged": True},
             "logging": {},
-            "completions": {},
         }
 
     async def authenticate(self, bearer: str | None) -> Actor:
@@ -311,42 +305,6 @@ class Fixtures:
         for number in range(int(arguments.get("ahead", 0))):
             context.channel.announce("notifications/message", {"level": "info", "data": f"announcement {number}"})
         return ToolResult([text(str(sent))])
-
-    # Prompts.
-
-    async def _list_prompts(self, context: Context) -> object:
-        def prompt(name: str, *arguments: str) -> dict[str, Any]:
-            wanted = [{"name": each, "required": True} for each in arguments]
-            return {"name": name, "description": "A prompt.", "arguments": wanted}
-
-        return {
-            "prompts": [
-                prompt("test_prompt_with_arguments", "arg1", "arg2"),
-                prompt("test_prompt_with_embedded_resource", "resourceUri"),
-                prompt("test_prompt_with_image"),
-                prompt("test_simple_prompt"),
-            ]
-        }
-
-    async def _get_prompt(self, context: Context) -> object:
-        given: Arguments = context.params.get("arguments") or {}
-        contents = {
-            "test_simple_prompt": [text("This is a simple prompt for testing.")],
-            "test_prompt_with_arguments": [
-                text(f"Prompt with arguments: arg1='{given.get('arg1')}', arg2='{given.get('arg2')}'")
-            ],
-            "test_prompt_with_embedded_resource": [
-                embedded(str(given.get("resourceUri")), "Embedded resource content for testing."),
-                text("Please process the embedded resource above."),
-            ],
-            "test_prompt_with_image": [image(), text("Please analyze the image above.")],
-        }.get(context.params.get("name", ""))
-        if contents is None:
-            raise RpcError(INVALID_PARAMS, "no such prompt")
-        return {"messages": [{"role": "user", "content": content} for content in contents]}
-
-    async def _complete(self, context: Context) -> object:
-        return {"completion": {"values": [], "total": 0, "hasMore": False}}
 
 
 async def ready() -> str | None:

@@ -2,7 +2,8 @@
 
     python large_2x.py URL PROJECT MESSAGE legacy|auto [LEVEL] < TOKEN
 
-where the message has TEXT for what is long, prints what it got of the droid's text as one JSON object. This SDK's reader stops at an event of 1 MiB.
+prints what it got of the droid's text, for which TEXT stands in the message, as one JSON object. This SDK's reader
+stops at an event of 1 MiB.
 """
 # pyright: basic, reportMissingImports=false
 
