@@ -392,7 +392,7 @@ def copy() -> Generator[Path]:
 
 def run(root: Path, nodes: Sequence[str], *options: str) -> tuple[int, str]:
     """Pytest on a copy: its exit code and what it said. 124 where it took too long."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *options, *nodes]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", *options, *nodes]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

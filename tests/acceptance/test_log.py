@@ -100,9 +100,30 @@ async def test_large_events_are_pushed_small_and_paged_whole(here: Scene) -> Non
             }
             assert max(len(json.dumps(frame)) for frame in one.frames) < 300_000
         told = await here.server.ask("session_watch", session_id=session_id, wait_seconds=0)
-        assert told["ended_by"] == "page", "what a watch keeps has a bound in bytes, too"
-        rest = await here.server.ask("session_watch", session_id=session_id, since_index=told["last_index"])
-        assert rest["ended_by"] == "idle"
+        (kept,) = (one for one in told["events"] if one["index"] == whole["index"])
+        assert kept["left_out"] == ["content"], "a watch that cannot push keeps them small, too"
+        assert told["ended_by"] == "idle"
+
+
+async def test_what_a_watch_keeps_has_a_bound_in_bytes(here: Scene) -> None:
+    async with here.caller() as caller:
+        session_id = await here.start(caller, [{"tool": "ant_any"}] * 6, context=lent())
+        for _ in range(6):
+            await caller.answer(await caller.request(), "y" * 100_000)
+        whole = (await here.turn(session_id)).worked().events
+        kept: list[dict[str, Any]] = []
+        pages = 0
+        while True:
+            since = kept[-1]["index"] if kept else -1
+            told = await here.server.ask("session_watch", session_id=session_id, since_index=since, wait_seconds=0)
+            assert len(json.dumps(told["events"])) < 500_000, "it stands in its answer twice"
+            kept += told["events"]
+            if told["ended_by"] == "idle":
+                break
+            assert told["ended_by"] == "page"
+            pages += 1
+        assert pages > 1
+        assert kept == [one for one in whole if one["type"] != "delta"], "and the next watch goes on from there"
 
 
 async def test_beyond_the_bound_the_oldest_go_and_asking_for_them_names_the_oldest_that_is_kept(here: Scene) -> None:
