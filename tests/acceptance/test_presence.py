@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.kit.mcp_caller import Era, McpCaller
-from tests.kit.scene import Scene, lent, scene
+from tests.kit.scene import Scene, lent, planned, scene
 from tests.kit.server import ServerProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -179,6 +179,58 @@ async def test_a_request_is_on_one_carrier_at_a_time(here: Scene) -> None:
             assert (moved["request_id"], moved["redelivery"]) == (request["request_id"], 1)
             await caller.answer(moved, "by the older one")
             assert (await box.answer(asked))["result"] == "by the older one"
+
+
+@pytest.mark.parametrize("how", ["watch", "listen"])
+async def test_what_named_a_child_that_has_ended_carries_its_tree_no_longer(here: Scene, how: str) -> None:
+    child = {"tool": "session_message", "args": {"message": planned([{"say": "done"}])}}
+    async with here.caller() as caller, here.caller(era="modern") as beside:
+        session_id = await here.rest(caller, context=lent())
+        await here.more(caller, session_id, [child])
+        await here.turn(session_id, 2)
+        (child_id,) = (await caller.call("session_get", session_id=session_id))["children"]
+        await (beside.watch(child_id) if how == "watch" else beside.listen(child_id))
+        await caller.call("session_end", session_id=child_id)
+        if how == "watch":
+            await beside.ended()
+        else:
+            await beside.drop()
+        async with here.box(session_id) as box:
+            asked = await box.request("caller_tool", tool="any", arguments={})
+            await caller.answer(await caller.request(), "heard")
+            assert (await box.answer(asked))["result"] == "heard"
+
+
+async def test_a_poll_whose_asker_has_gone_takes_nothing_from_who_comes_back(here: Scene) -> None:
+    async with here.caller(stream=False) as gone, asyncio.TaskGroup() as tasks:
+        session_id = await here.rest(gone, context=lent())
+        polling = tasks.create_task(gone.poll(session_id, seconds=40))
+        for _ in range(3):  # by then the poll has arrived, too
+            await gone.call("project_list")
+        polling.cancel()
+        await asyncio.wait((polling,))
+        async with here.caller() as back, here.box(session_id) as box:
+            await back.call("session_events", session_id=session_id, max_events=1)
+            asked = await box.request("caller_tool", tool="any", arguments={})
+            await back.answer(await back.request(), "came back")
+            assert (await box.answer(asked))["result"] == "came back"
+
+
+async def test_more_than_a_stream_may_hold_reaches_who_reads_it(here: Scene) -> None:
+    """Four mebibytes may wait in a stream; what is announced waits for that to be read."""
+    async with here.caller(stream=False) as caller:
+        session_id = await here.rest(caller, context=lent())
+        async with here.box(session_id) as box:
+            text = "z" * 200_000
+            asked = [await box.request("caller_tool", tool="any", arguments={"t": text, "n": n}) for n in range(40)]
+            await here.until(session_id, "caller_tool_request", arguments={"t": text, "n": 39})
+            await caller.open_stream()
+            for n in range(40):
+                request = await caller.request()
+                assert (request["arguments"]["n"], request["redelivery"]) == (n, 0)
+                await caller.answer(request, n)
+            assert [(await box.answer(one))["result"] for one in asked] == list(range(40))
+        assert [one for one in caller.heard if one.get("kind") == "slow_reader"] == []
 
 
 async def test_who_lends_by_poll_never_counts_as_gone(strict: ServerProcess) -> None:

@@ -52,7 +52,11 @@ class Heard:
         self.stream_ids = stream_ids
         self.told: list[dict[str, Any]] = []
         self.carries: list[str] = []
+        self.leave: Callable[[], None] = lambda: None  # what attaching it gave
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        return True
 
     def announce(self, session_id: str, announcement: dict[str, Any]) -> None:
         self.told.append(announcement)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,30 @@ class Ending(Heard):
             super().announce(session_id, announcement)
 
 
+class Narrow(Heard):
+    """A carrier that takes so many at a time, as a stream does that is read slower than it is told."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.waiting: list[Callable[[], None]] = []
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        if self.room == 0:
+            self.waiting.append(again)
+        return self.room > 0
+
+    def announce(self, session_id: str, announcement: dict[str, Any]) -> None:
+        self.room -= 1
+        super().announce(session_id, announcement)
+
+    def drain(self, room: int) -> None:
+        self.room = room
+        waiting, self.waiting = self.waiting, []
+        for again in waiting:
+            again()
+
+
 class Raising(Heard):
     def announce(self, session_id: str, announcement: dict[str, Any]) -> None:
         raise RuntimeError("a bug in a carrier")
@@ -116,6 +140,50 @@ def test_without_a_carrier_a_request_waits_for_the_first_to_come(world: World) -
     carrier = Heard()
     world.carriers.attach(TREE, carrier)
     assert deliveries(carrier) == [[("r", 0)]]
+
+
+def test_a_carrier_that_is_full_gets_the_rest_in_order_when_it_has_room_again(world: World) -> None:
+    for number in range(3):
+        world.put(f"r{number}")
+    narrow = Narrow(room=2)
+    world.carriers.attach(TREE, narrow)
+    assert narrow.requests() == ["r0", "r1"]
+    world.put("r3")
+    assert len(narrow.waiting) == 1, "it is asked once, not once for each that waits"
+    assert world.on("r2") is world.on("r3") is None
+    world.end("r2")
+    narrow.drain(5)
+    assert narrow.requests() == ["r0", "r1", "r3"]
+    world.put("r4")
+    assert narrow.requests()[-1] == "r4"
+
+
+def test_what_waits_for_a_full_carrier_is_nobodys_loss(world: World) -> None:
+    """The owner is there, if slow; another carrier takes what waits, and the full one's end moves the rest."""
+    narrow = Narrow(room=1)
+    world.carriers.attach(TREE, narrow)
+    for number in range(3):
+        world.put(f"r{number}")
+    world.clock.pass_time(60)
+    assert world.book.absences == 0
+    assert not world.carriers.is_absent(TREE)
+    wide = Heard()
+    world.carriers.attach(TREE, wide)
+    assert deliveries(wide) == [[("r1", 0), ("r2", 0)]]
+    world.carriers.detach(TREE, narrow)
+    assert deliveries(wide) == [[("r1", 0), ("r2", 0), ("r0", 1)]]
+    narrow.drain(5)
+    assert narrow.requests() == ["r0"], "it carries nothing any more"
+
+
+def test_a_full_carrier_that_ends_leaves_its_place_to_the_next(world: World) -> None:
+    narrow = Narrow(room=0)
+    world.carriers.attach(TREE, narrow)
+    world.put("r0")
+    world.carriers.detach(TREE, narrow)
+    world.carriers.attach(TREE, narrow)
+    narrow.drain(1)
+    assert deliveries(narrow) == [[("r0", 0)]]
 
 
 def test_an_ended_request_is_never_announced_again(world: World) -> None:
@@ -403,11 +471,11 @@ async def test_a_later_poll_that_does_not_know_a_request_gets_it_again(exchange:
 
 async def test_a_poll_leaves_what_another_carrier_has(exchange: Rig) -> None:
     stream = Heard()
-    exchange.exchange.attach(SESSION, stream)
+    leave = exchange.exchange.attach(SESSION, stream)
     exchange.call("a")
     await stream.next()
     assert await polled(poll(exchange, wait_s=0)) == []
-    exchange.exchange.detach(SESSION, stream)
+    leave()
     ((_, redelivery),) = await polled(poll(exchange, wait_s=0))
     assert redelivery == 1
 

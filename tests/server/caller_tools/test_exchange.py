@@ -48,7 +48,7 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerato
 @pytest.fixture
 async def caller(world: Rig) -> Heard:
     carrier = Heard()
-    world.exchange.attach(SESSION, carrier)
+    carrier.leave = world.exchange.attach(SESSION, carrier)
     return carrier
 
 
@@ -477,7 +477,7 @@ async def test_a_session_that_ends_leaves_nothing_behind(world: Rig, caller: Hea
     assert all(call.done() for call in (*calls, polled))
     world.carriers.detach_stream("mcp-1", stream)
     world.exchange.promise(SESSION, 5)
-    world.exchange.detach(SESSION, caller)
+    caller.leave()
     assert world.clock.waiting == 0
     carriers, desks, polling = world.carriers, world.exchange._desks, world.exchange._polling
     assert (carriers._reaches, carriers._lines, desks._desks, desks._trees, polling._polls) == ({}, {}, {}, {}, {})
@@ -505,7 +505,7 @@ async def test_a_promise_keeps_a_call_for_who_is_about_to_listen(world: Rig) -> 
 async def test_a_caller_that_leaves_ends_every_question_after_the_grace(world: Rig, caller: Heard) -> None:
     calls = [world.call(f"k{number}") for number in range(3)]
     await world.settle()
-    world.exchange.detach(SESSION, caller)
+    caller.leave()
     await world.pass_time(3.9)
     assert not any(call.done() for call in calls)
     await world.pass_time(0.2)
@@ -517,7 +517,7 @@ async def test_a_caller_that_leaves_ends_every_question_after_the_grace(world: R
 async def test_a_caller_back_within_the_grace_is_asked_once_more(world: Rig, caller: Heard) -> None:
     call = world.call()
     request_id = (await caller.next())["request_id"]
-    world.exchange.detach(SESSION, caller)
+    caller.leave()
     await world.pass_time(3)
     again = Heard()
     world.exchange.attach(SESSION, again)

@@ -191,14 +191,14 @@ class Trial:
     async def do_attach(self) -> None:
         if self.carrier is None:
             self.carrier = Heard()
-            self.world.exchange.attach(SESSION, self.carrier)
+            self.carrier.leave = self.world.exchange.attach(SESSION, self.carrier)
             self.model.attached = True
             on_it = {self.request_ids[key] for key, call in self.model.calls.items() if call.state == "pending"}
             assert set(self.carrier.requests()) == on_it
 
     async def do_detach(self) -> None:
         if self.carrier is not None:
-            self.world.exchange.detach(SESSION, self.carrier)
+            self.carrier.leave()
             self.carrier = None
             self.model.attached = False
             self.model.absent_at = self.model.mono + GRACE_S

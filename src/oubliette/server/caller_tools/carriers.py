@@ -15,8 +15,9 @@ A *reach* is how a tree of sessions reaches its owner; its id is that of the tre
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from oubliette.server.clock import AlarmClock, Timer
@@ -40,6 +41,13 @@ class Carrier(Protocol):
     @property
     def stream_ids(self) -> Collection[str]:
         """The MCP sessions whose requests this stands on; none where it stands on a stream of its own."""
+        ...
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        """Whether another request may be announced now; if not, `again` is called once when it may.
+
+        A carrier that ends first need not call it.
+        """
         ...
 
     def announce(self, session_id: str, announcement: Announcement) -> None:
@@ -83,6 +91,7 @@ class _Reach:
     stream: Stream | None = None  # the standing stream among the carriers: that one's, once it has one
     polls_only: bool = False
     on: dict[str, Carrier | None] = field(default_factory=dict[str, Carrier | None])
+    full: Carrier | None = None  # it says when it has room again; requests wait for that on no carrier
     deliveries: dict[str, int] = field(default_factory=dict[str, int])
     gone_at: float | None = None
     promised_until: float = 0.0
@@ -306,6 +315,8 @@ class Carriers:
             reach.carriers.remove(carrier)
         if reach.stream is carrier:
             reach.stream = None
+        if reach.full is carrier:
+            reach.full = None
         for request_id, on in reach.on.items():
             if on is carrier:
                 reach.on[request_id] = None
@@ -328,18 +339,28 @@ class Carriers:
         for request_id in [one for one, on in reach.on.items() if on is None]:
             # Each announcement may end its carrier, and that moves what was on it: look anew.
             carrier = reach.newest()
-            if carrier is None:
+            if carrier is None or carrier is reach.full:
                 return
             if request_id in reach.on and reach.on[request_id] is None:
                 self._give(reach_id, reach, request_id, carrier)
 
     def _give(self, reach_id: str, reach: _Reach, request_id: str, carrier: Carrier) -> None:
+        """Announce a request on a carrier; one that is read slower than it is told leaves it waiting."""
+        if carrier is reach.full or not carrier.has_room(partial(self._room_again, reach_id, carrier)):
+            reach.full = carrier
+            return
         count = reach.deliveries.get(request_id, 0)
         announcement = self._requests.announcement(reach_id, request_id, count) if self._requests is not None else None
         if announcement is not None:
             reach.on[request_id] = carrier
             reach.deliveries[request_id] = count + 1
             self._announce(reach_id, reach, carrier, announcement)
+
+    def _room_again(self, reach_id: str, carrier: Carrier) -> None:
+        reach = self._reaches.get(reach_id)
+        if reach is not None and reach.full is carrier:
+            reach.full = None
+            self._announce_waiting(reach_id, reach)
 
     def _announce(self, reach_id: str, reach: _Reach, carrier: Carrier, announcement: Announcement) -> None:
         try:

@@ -5,6 +5,8 @@ served by `asking`, who answers by `answering` and `polling`, and every call end
 """
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from msgspec import structs
@@ -151,13 +153,14 @@ class Exchange:
 
     # -- carriers: who names a session reaches its whole tree ---------------------------------------------------
 
-    def attach(self, session_id: str, carrier: Carrier) -> None:
-        self._carriers.attach(self._desks.get(session_id).tree.root_id, carrier)
+    def attach(self, session_id: str, carrier: Carrier) -> Callable[[], None]:
+        """Let this carrier carry the session's tree, until the returned function is called.
 
-    def detach(self, session_id: str, carrier: Carrier) -> None:
-        desk = self._desks.find(session_id)
-        if desk is not None:
-            self._carriers.detach(desk.tree.root_id, carrier)
+        The named session may end before its tree does; what was attached by it goes all the same.
+        """
+        root_id = self._desks.get(session_id).tree.root_id
+        self._carriers.attach(root_id, carrier)
+        return partial(self._carriers.detach, root_id, carrier)
 
     def bind(self, session_id: str, stream_id: str) -> bool:
         return self._carriers.bind(self._desks.get(session_id).tree.root_id, stream_id)

@@ -35,6 +35,10 @@ class Poll:
         self.given: dict[str, int] = {}
         self.leaving: Timer | None = None
 
+    def has_room(self, again: Callable[[], None]) -> bool:
+        del again  # what does not fit into one answer is there for the next
+        return True
+
     def announce(self, session_id: str, announcement: Announcement) -> None:
         del session_id, announcement  # a poll reads what is pending itself
         self.arrived.set()

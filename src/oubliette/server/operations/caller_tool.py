@@ -81,6 +81,9 @@ async def respond(rooms: Rooms, asked: Asked, params: CallerToolResponse) -> Res
 
 
 async def poll(rooms: Rooms, asked: Asked, params: CallerToolPoll) -> Requests:
+    if asked.followed is not None:
+        # A poll whose asker has gone would take requests from those who have not.
+        asked.followed.ends_with_asker()
     found = await rooms.exchange.poll(
         params.session_id,
         frozenset(params.known),

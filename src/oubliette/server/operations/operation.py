@@ -47,6 +47,14 @@ class Followed(Protocol):
         """Whether the asker opted in to notifications on this request."""
         ...
 
+    def ends_with_asker(self) -> None:
+        """From here on the request is for its asker's eyes only: if they leave, it is cancelled."""
+        ...
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        """Whether more may be pushed now; if not, `again` is called once when it may."""
+        ...
+
     def push(self, event: dict[str, Any]) -> None:
         """Queue one event for the asker; a channel that is full or gone ends itself."""
         ...

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,9 @@ class Watch:
     def __init__(self, followed: Followed, stream_id: str | None) -> None:
         self._followed = followed
         self.stream_ids = () if stream_id is None else (stream_id,)
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        return self._followed.has_room(again)
 
     def announce(self, session_id: str, announcement: Announcement) -> None:
         del session_id
@@ -81,16 +85,18 @@ async def follow(
     Events are pushed where the request takes them and kept in `seen` elsewhere. Says what ended it.
     """
     followed = asked.followed if asked.followed is not None and asked.followed.wants_events else None
+    if followed is not None:
+        # Events for somebody who has gone would keep requests from those who have not.
+        followed.ends_with_asker()
     is_owner = asked.actor.principal == session.owner and not asked.actor.inside
     carrier = Watch(followed, asked.stream_id) if followed is not None and is_owner and session.is_live else None
     live = rooms.sessions.live(session.id) is not None
-    if carrier is not None and live:
-        rooms.exchange.attach(session.id, carrier)
+    detach = rooms.exchange.attach(session.id, carrier) if carrier is not None and live else None
     try:
         return await _follow(rooms, asked, session.id, seen, followed, carrier, seconds, until, turn)
     finally:
-        if carrier is not None:
-            rooms.exchange.detach(session.id, carrier)
+        if detach is not None:
+            detach()
 
 
 async def _follow(

@@ -354,6 +354,13 @@ async def test_a_write_that_stands_still_is_broken_off(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             async with asyncio.timeout(SLOW_S):
                 await gone.wait()
+            # Its owner knows at once; the client has a moment to read why.
+            last = None
+            while (message := await slow.message()) is not None:
+                last = message
+        assert last is not None
+        assert last["params"]["data"]["kind"] == "slow_reader"
+        assert "too slowly" in last["params"]["data"]["message"]
 
 
 async def test_a_request_whose_reader_is_slow_ends_with_an_error(rig: Rig) -> None:

@@ -114,6 +114,10 @@ class Channel(Protocol):
         """Return when little waits to be written: who reads a log need not queue all of it."""
         ...
 
+    def has_room(self, again: Callable[[], None]) -> bool:
+        """Whether much may be queued still; if not, `again` is called once when little waits."""
+        ...
+
     def end(self) -> None:
         """End the channel after what is queued."""
         ...

@@ -52,9 +52,7 @@ def message(event: dict[str, Any], level: str = DEFAULT_LEVEL) -> dict[str, Any]
 class Desks(Protocol):
     """Where carriers that name a session attach. Implemented by the exchange."""
 
-    def attach(self, session_id: str, carrier: Any) -> None: ...
-
-    def detach(self, session_id: str, carrier: Any) -> None: ...
+    def attach(self, session_id: str, carrier: Any) -> Callable[[], None]: ...
 
 
 class Updates:
@@ -69,8 +67,10 @@ class Updates:
 
     def attach(self, desks: Desks, session_id: str) -> None:
         """Carry the session as long as the channel is open."""
-        desks.attach(session_id, self)
-        self._channel.on_close(lambda: desks.detach(session_id, self))
+        self._channel.on_close(desks.attach(session_id, self))
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        return self._channel.has_room(again)
 
     def announce(self, session_id: str, announcement: Announcement) -> None:
         self._channel.announce(UPDATED, {"uri": self._uri})
@@ -90,13 +90,14 @@ class Pushed:
         """A modern client says so on the request; a legacy one gets them here if it holds no stream for them."""
         context = self._context
         if context.era is Era.MODERN:
-            wanted = context.wants(DEFAULT_LEVEL)
-        else:
-            wanted = context.stream_id is None or not self._standings.is_open(context.stream_id)
-        if wanted:
-            # Events for somebody who has gone would keep requests from those who have not.
-            context.abandon()
-        return wanted
+            return context.wants(DEFAULT_LEVEL)
+        return context.stream_id is None or not self._standings.is_open(context.stream_id)
+
+    def ends_with_asker(self) -> None:
+        self._context.abandon()
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        return self._context.channel.has_room(again)
 
     def push(self, event: dict[str, Any]) -> None:
         if event["type"] in ANNOUNCED:
@@ -166,7 +167,7 @@ class Standing:
         self._session_of = session_of
         self._cursors: dict[str, int] = {}
         self._followed: dict[str, Callable[[], None]] = {}
-        self._subscribed: dict[str, tuple[str, Updates]] = {}
+        self._subscribed: dict[str, Callable[[], None]] = {}  # what ends each
         self._grown: set[str] = set()
         self._wake = asyncio.Event()
 
@@ -192,6 +193,9 @@ class Standing:
 
     # As a carrier.
 
+    def has_room(self, again: Callable[[], None]) -> bool:
+        return self._channel.has_room(again)
+
     def announce(self, session_id: str, announcement: Announcement) -> None:
         self._channel.announce(MESSAGE, message(announcement))
 
@@ -211,17 +215,15 @@ class Standing:
         """Carry the sessions whose requests the client subscribed to, and no longer those that it left."""
         wanted = set(self._stream.subscriptions)
         for uri in [uri for uri in self._subscribed if uri not in wanted]:
-            self._desks.detach(*self._subscribed.pop(uri))
+            self._subscribed.pop(uri)()
         for uri in wanted - self._subscribed.keys():
             session_id = self._session_of(uri)
             if session_id is None:
                 continue
-            updates = Updates(self._channel, uri)
             try:
-                self._desks.attach(session_id, updates)
+                self._subscribed[uri] = self._desks.attach(session_id, Updates(self._channel, uri))
             except NotFound:
                 continue  # the session has ended since
-            self._subscribed[uri] = (session_id, updates)
 
     # Inside.
 
@@ -260,8 +262,11 @@ class Standing:
         return self._keep(session_id, -1 if end < YOUNG_LOG else end)
 
     def _keep(self, session_id: str, cursor: int) -> int:
-        if session_id not in self._cursors and len(self._cursors) >= CURSORS_PER_STREAM:
-            del self._cursors[next(iter(self._cursors))]
+        self._cursors.pop(session_id, None)
+        if len(self._cursors) >= CURSORS_PER_STREAM:
+            # One that is not followed any more; else the one that was quiet for longest.
+            over = (one for one in self._cursors if one not in self._followed)
+            del self._cursors[next(over, next(iter(self._cursors)))]
         self._cursors[session_id] = cursor
         return cursor
 
@@ -280,4 +285,4 @@ class Standing:
         for session_id in list(self._followed):
             self.unbound(session_id)
         for uri in list(self._subscribed):
-            self._desks.detach(*self._subscribed.pop(uri))
+            self._subscribed.pop(uri)()

@@ -52,6 +52,7 @@ class Stream:
         self._drain: asyncio.Future[None] | None = None
         self._ended = False
         self._callbacks: list[Callable[[], None]] = []
+        self._wanting: list[Callable[[], None]] = []  # who waits for room
         self.is_open = True
         self.cut_at: float | None = None
         self.sending_since: float | None = None
@@ -79,6 +80,12 @@ class Stream:
             if self._drain is None:
                 self._drain = self._loop.create_future()
             await asyncio.shield(self._drain)
+
+    def has_room(self, again: Callable[[], None]) -> bool:
+        if self._waiting < self._limit // 4 or self._ended:
+            return True
+        self._wanting.append(again)
+        return False
 
     def end(self) -> None:
         """No more is queued; what is, is written, and the response ends."""
@@ -172,6 +179,7 @@ class Stream:
                 return
             if self._waiting <= DRAINED_BYTES:
                 self._tell_drained()
+                self._tell_of_room()
             if not self._waiting and not self._ended:
                 self._wake = self._loop.create_future()
                 await self._wake
@@ -199,6 +207,11 @@ class Stream:
         if self._drain is not None:
             self._drain.set_result(None)
             self._drain = None
+
+    def _tell_of_room(self) -> None:
+        wanting, self._wanting = self._wanting, []
+        for again in wanting:
+            again()
 
     def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
