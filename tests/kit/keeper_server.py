@@ -9,6 +9,7 @@ import base64
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
+from weakref import WeakSet
 
 import msgspec
 
@@ -130,6 +131,7 @@ class KeeperLine(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        _open.add(self)
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
@@ -222,6 +224,16 @@ class KeeperLine(asyncio.Protocol):
             answer.set_exception(Refusal(msgspec.json.decode(_raw(frame.error), type=jsonrpc.ErrorObject)))
         else:
             answer.set_result(msgspec.json.decode(_raw(frame.result)))
+
+
+_open: WeakSet[KeeperLine] = WeakSet()
+
+
+async def hang_up() -> None:
+    """End every connection, before the test's loop does: an end that nobody read yet would be found by another test."""
+    for line in tuple(_open):
+        line.cut()
+    await asyncio.sleep(0)  # a transport closes in the turn after
 
 
 def _raw(value: msgspec.Raw | msgspec.UnsetType) -> msgspec.Raw:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from oubliette.server.containers.doors import Doors
 from oubliette.server.containers.inside import pack
-from tests.kit.keeper_server import KeeperServer
+from tests.kit.keeper_server import KeeperServer, hang_up
 
 
 class KeptBox:
@@ -71,4 +71,4 @@ async def kept_box(
         except TimeoutError:
             process.kill()
             await process.wait()
-        server.cut()
+        await hang_up()

@@ -11,7 +11,7 @@ import pytest
 from oubliette.server import ids
 from oubliette.server.containers.runtime import Box, BoxSpec, Runtime
 from oubliette.server.errors import BoxFailed
-from tests.kit.keeper_server import KeeperServer
+from tests.kit.keeper_server import KeeperServer, hang_up
 
 INSTALLATION = "installation-of-the-claims"
 
@@ -47,6 +47,7 @@ class Stage:
             await last.stop(box)
         for runtime in self.runtimes:
             await runtime.close()
+        await hang_up()
 
 
 async def opened(runtime: Runtime, spec: BoxSpec, server: KeeperServer | None = None) -> tuple[Box, KeeperServer]:
