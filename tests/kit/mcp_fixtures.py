@@ -92,7 +92,10 @@ def embedded(uri: str, content: str, kind: str = "text/plain") -> dict[str, Any]
 
 
 class Fixtures:
-    """A `Served` of what oubliette offers, tools and resources; with `keys`, a bearer becomes whom it names."""
+    """A `Served` of what oubliette offers, tools and resources; with `keys`, a bearer becomes whom it names.
+
+    There is a list of prompts, an empty one: how lists may be kept is checked by the suite on this one too.
+    """
 
     info: Mapping[str, str] = {"name": "fixtures", "version": "1"}
     instructions: str | None = "Nothing here is real."
@@ -106,7 +109,7 @@ class Fixtures:
         self.changed: list[tuple[str | None, tuple[str, ...]]] = []
         self.started = asyncio.Event()  # a tool that hangs has begun
         self.stopped: list[str] = []  # tools that hung and were cancelled
-        self.methods: Mapping[str, Method] = {}
+        self.methods: Mapping[str, Method] = {"prompts/list": self._list_prompts}
         self.tools: dict[str, tuple[str, dict[str, Any], Tool]] = {
             "json_schema_2020_12_tool": ("Has a schema with much in it.", VOCABULARY, self._echo),
             "test_audio_content": ("Returns a sound.", NOTHING, self._audio),
@@ -134,6 +137,7 @@ class Fixtures:
         return {
             "tools": {"listChanged": True},
             "resources": {"subscribe": True},
+            "prompts": {},
             "logging": {},
         }
 
@@ -184,6 +188,9 @@ class Fixtures:
             raise ResourceNotFound(uri)
         content = json.dumps({"id": template[1], "templateTest": True, "data": f"Data for ID: {template[1]}"})
         return [{"uri": uri, "mimeType": "application/json", "text": content}]
+
+    async def _list_prompts(self, context: Context) -> object:
+        return {"prompts": []}
 
     async def subscribe(self, context: Context, uri: str) -> None:
         await self.read_resource(context, uri)
