@@ -132,10 +132,25 @@ def test_a_lock_holds_hashes_and_no_addresses(name: str):
     assert pins(name)
 
 
-def test_the_lock_of_node_packages_holds_hashes_and_no_addresses():
-    packages = json.loads(read("tests/peers/node/package-lock.json"))["packages"]
+NODE_LOCKS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/peers/node/*/package-lock.json"))
+
+
+@pytest.mark.parametrize("name", NODE_LOCKS)
+def test_a_lock_of_node_packages_holds_hashes_and_no_addresses(name: str):
+    packages = json.loads(read(name))["packages"]
     assert all(one["integrity"] for name, one in packages.items() if name)
     assert not any("resolved" in one for one in packages.values())
+
+
+def test_each_node_program_has_an_environment_of_its_own():
+    alone = [json.loads(read(name))["packages"][""]["dependencies"] for name in NODE_LOCKS]
+    assert all(len(wanted) == 1 for wanted in alone)
+    assert {(name, version) for wanted in alone for name, version in wanted.items()} == {
+        ("@modelcontextprotocol/client", "2.4.0"),
+        ("@modelcontextprotocol/conformance", "0.2.0-alpha.12"),
+        ("@modelcontextprotocol/sdk", "1.17.5"),
+        ("@modelcontextprotocol/sdk", "1.32.2"),
+    }
 
 
 def test_the_locks_agree():

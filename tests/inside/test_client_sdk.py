@@ -12,8 +12,8 @@ import pytest
 from oubliette.wire.relay import Attach, CallerTool
 from tests.kit import sdk_stdio
 from tests.kit.boxed import Box
-from tests.kit.node import node_peers
-from tests.kit.peer_environments import node_script, python_peer
+from tests.kit.node import NODE, node_peer
+from tests.kit.peer_environments import python_peer
 from tests.kit.relay_server import RelayServer, failure, tool
 
 SCHEMA = {
@@ -95,19 +95,19 @@ async def test_the_python_sdk_lists_calls_and_hears_of_changes(
 
 
 @pytest.mark.parametrize(
-    ("sdk", "mode"),
+    ("peer", "mode"),
     [
-        ("mcp-sdk-1.17", "legacy"),
-        ("mcp-sdk-1.32", "legacy"),
-        ("@modelcontextprotocol/client", "legacy"),
-        ("@modelcontextprotocol/client", "auto"),
+        ("sdk-1.17", "legacy"),
+        ("sdk-1.32", "legacy"),
+        ("client-2.4", "legacy"),
+        ("client-2.4", "auto"),
     ],
 )
-async def test_the_typescript_sdk_lists_calls_and_hears_of_changes(tmp_path: Path, sdk: str, mode: str) -> None:
+async def test_the_typescript_sdk_lists_calls_and_hears_of_changes(tmp_path: Path, peer: str, mode: str) -> None:
     box = Box(tmp_path)
-    script = await asyncio.to_thread(node_script, "stdio.mjs")
-    node = str((await asyncio.to_thread(node_peers)).node)
+    script = (await asyncio.to_thread(node_peer, peer)).script("stdio.mjs")
+    package = f"@modelcontextprotocol/{peer.partition('-')[0]}"
     async with served(box) as relay:
-        check(await run(box, node, str(script), sdk, mode))
+        check(await run(box, str(NODE), str(script), package, mode))
         # In auto mode a second, short-lived process probes: it attaches like any other.
         assert len({each.params.instance for each in relay.of(Attach)}) in ((1, 2) if mode == "auto" else (1,))

@@ -1,73 +1,58 @@
 """Programs of the JavaScript world that tests run against: the conformance suite and the official clients.
 
-Node comes with the development environment; the packages are installed once per lock file, into a folder outside
-the tree of the repository, by whichever test process comes first.
+Node and npm come with the development environment. Each program has the folder of its own that its lock under
+`tests/peers/node` describes, so that what one depends on is never what another finds.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-WANTED = ROOT / "tests" / "peers" / "node"
-CACHE = ROOT / ".oubliette-dev" / "peers" / "node"
-INSTALL_WITHIN_S = 300
+from tests.kit.peer_environments import KEPT, PEERS, environment, run
+
+TOOLS = Path(sys.executable).parent
+NODE = TOOLS / "node"
 
 
 @dataclass(frozen=True)
-class NodePeers:
-    node: Path
+class NodePeer:
     folder: Path
-
-    @property
-    def modules(self) -> Path:
-        return self.folder / "node_modules"
-
-    @property
-    def conformance(self) -> Path:
-        """The conformance suite's program, for `node`."""
-        return self.modules / "@modelcontextprotocol" / "conformance" / "dist" / "index.js"
 
     @property
     def env(self) -> dict[str, str]:
         """An environment for node that depends on nothing of this machine's user."""
-        return {"PATH": f"{self.node.parent}:/usr/bin:/bin", "HOME": str(self.folder), "NODE_PATH": str(self.modules)}
+        return {"PATH": f"{TOOLS}:/usr/bin:/bin", "HOME": str(self.folder)}
+
+    def module(self, path: str) -> Path:
+        """A file of a package that was installed."""
+        return self.folder / "node_modules" / path
+
+    def script(self, name: str) -> Path:
+        """A script of `tests/peers/node` where it finds its modules: imports are looked up from where a file lies."""
+        source = PEERS / "node" / name
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+        place = self.folder / f"{source.stem}-{digest}{source.suffix}"
+        if not place.exists():
+            unfinished = place.with_name(f".{place.name}.{os.getpid()}")
+            shutil.copy(source, unfinished)
+            unfinished.rename(place)
+        return place
 
 
-def node_peers() -> NodePeers:
-    """Install what the lock file names, unless that was done; a changed lock file gets a folder of its own."""
-    tools = Path(sys.executable).parent
-    lock = (WANTED / "package-lock.json").read_bytes()
-    folder = CACHE / hashlib.sha256(lock).hexdigest()[:16]
-    peers = NodePeers(tools / "node", folder)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        if not folder.exists():
-            _install(tools / "npm", folder)
-    return peers
+@cache
+def node_peer(name: str) -> NodePeer:
+    """What `tests/peers/node/<name>` asks for, as its lock has it."""
+    wanted = [PEERS / "node" / name / file for file in ("package.json", "package-lock.json")]
 
+    def make(place: Path) -> None:
+        place.mkdir()
+        for file in wanted:
+            shutil.copy(file, place)
+        cache_folder = str(KEPT / "npm")
+        run([str(TOOLS / "npm"), "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--cache", cache_folder], place)
 
-def _install(npm: Path, folder: Path) -> None:
-    half = folder.with_suffix(".half")
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir()
-    for name in ("package.json", "package-lock.json"):
-        shutil.copy(WANTED / name, half / name)
-    done = subprocess.run(
-        [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--cache", CACHE / "npm"],
-        cwd=half,
-        env={**os.environ, "PATH": f"{npm.parent}:{os.environ.get('PATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_WITHIN_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"npm could not install the peers:\n{done.stdout}\n{done.stderr}")
-    half.rename(folder)
+    return NodePeer(environment(f"node-{name}", wanted, make))

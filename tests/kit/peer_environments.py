@@ -1,4 +1,4 @@
-"""Environments for Python programs of other people: made once from a lock with hashes, kept between runs.
+"""Environments for programs of other people: made once from a lock with hashes, kept between runs.
 
 Each lies in `.oubliette-dev/peers/` under a name that carries the digest of its lock, so that another lock is another
 environment and an old checkout keeps working. It is made beside its place and moved there when it is whole, under a
@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from tests.kit.node import node_peers
-
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "tests" / "peers"
 KEPT = ROOT / ".oubliette-dev" / "peers"
@@ -33,26 +31,15 @@ def python_peer(name: str) -> Path:
         uv = os.environ.get("UV") or shutil.which("uv")
         if uv is None:
             raise RuntimeError("uv is not on PATH: run the tests by ./run test")
-        _run([uv, "venv", "-q", "--relocatable", "--python", sys.executable, str(place)])
+        run([uv, "venv", "-q", "--relocatable", "--python", sys.executable, str(place)])
         interpreter = str(place / "bin" / "python")
-        _run([uv, "pip", "sync", "-q", "--python", interpreter, "--require-hashes", str(lock)])
+        run([uv, "pip", "sync", "-q", "--python", interpreter, "--require-hashes", str(lock)])
 
-    return _environment(name, [lock], make) / "bin" / "python"
-
-
-def node_script(name: str) -> Path:
-    """A script of `tests/peers/node` where it finds its modules: imports are looked up from where a file lies."""
-    source = PEERS / "node" / name
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
-    place = node_peers().folder / f"{source.stem}-{digest}{source.suffix}"
-    if not place.exists():
-        unfinished = place.with_name(f".{place.name}.{os.getpid()}")
-        shutil.copy(source, unfinished)
-        unfinished.rename(place)
-    return place
+    return environment(name, [lock], make) / "bin" / "python"
 
 
-def _environment(name: str, files: list[Path], make: Callable[[Path], None]) -> Path:
+def environment(name: str, files: list[Path], make: Callable[[Path], None]) -> Path:
+    """The folder that `make` fills, once for these contents of `files`."""
     digest = hashlib.sha256(b"\0".join([sys.version.encode(), *(file.read_bytes() for file in files)]))
     place = KEPT / f"{name}-{digest.hexdigest()[:16]}"
     if not place.exists():
@@ -73,7 +60,8 @@ def _alone(path: Path) -> Generator[None]:
         yield
 
 
-def _run(command: list[str], cwd: Path | None = None) -> None:
+def run(command: list[str], cwd: Path | None = None) -> None:
+    """Run what makes an environment, with the tools of ours."""
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=MAKE_S, check=False)

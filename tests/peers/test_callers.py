@@ -2,14 +2,15 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.node import node_peers
-from tests.kit.peer_environments import PEERS, node_script, python_peer
+from tests.kit.node import NODE, node_peer
+from tests.kit.peer_environments import PEERS, python_peer
 from tests.kit.server import ServerProcess
 
 PLAN = """<<plan [{"tool": "ant_echo", "args": {"n": 7}, "expect": {"is_error": false}}, {"say": "Heard: $last"}]>>"""
@@ -27,7 +28,7 @@ async def run_caller(
     """Run a caller's script to its end; what it saw, as it tells."""
     project = await server.ask("project_create", name="peers")
     process = await asyncio.create_subprocess_exec(
-        *program, server.url, project["id"], plan, *how, stdin=-1, stdout=-1, stderr=-1, env=node_peers().env
+        *program, server.url, project["id"], plan, *how, stdin=-1, stdout=-1, stderr=-1, env={"PATH": os.defpath}
     )
     try:
         async with asyncio.timeout(45):
@@ -75,9 +76,9 @@ async def test_python_2_3_gets_the_request_on_every_carrier(
     check(await run_caller(server, program, mode, carrier), version, carrier)
 
 
-@pytest.mark.parametrize("package, version", [("mcp-sdk-1.17", "2025-06-18"), ("mcp-sdk-1.32", "2025-11-25")])
-async def test_typescript_1_x_gets_the_request_on_its_stream(server: ServerProcess, package: str, version: str):
-    check(await run_caller(server, [node_peers().node, node_script("caller_1x.mjs"), package]), version, "push")
+@pytest.mark.parametrize("peer, version", [("sdk-1.17", "2025-06-18"), ("sdk-1.32", "2025-11-25")])
+async def test_typescript_1_x_gets_the_request_on_its_stream(server: ServerProcess, peer: str, version: str):
+    check(await run_caller(server, [NODE, node_peer(peer).script("caller_1x.mjs")]), version, "push")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,8 @@ async def test_typescript_1_x_gets_the_request_on_its_stream(server: ServerProce
 async def test_typescript_2_4_gets_the_request_on_every_carrier(
     server: ServerProcess, mode: str, carrier: str, version: str
 ):
-    check(await run_caller(server, [node_peers().node, node_script("caller_2x.mjs")], mode, carrier), version, carrier)
+    program = [NODE, node_peer("client-2.4").script("caller_2x.mjs")]
+    check(await run_caller(server, program, mode, carrier), version, carrier)
 
 
 @pytest.mark.parametrize("mode, level", [("legacy", []), ("auto", []), ("auto", ["info"])])

@@ -1,13 +1,13 @@
 // A caller on @modelcontextprotocol/sdk 1.x: lends one tool, gets the request on its stream, answers it.
 //
-//     node caller_1x.mjs PACKAGE URL PROJECT MESSAGE < TOKEN      prints what it saw as one JSON object
+//     node caller_1x.mjs URL PROJECT MESSAGE < TOKEN      prints what it saw as one JSON object
 import { readFileSync } from "node:fs";
+import { Client } from "@modelcontextprotocol/sdk/client/index.js";
+import { StreamableHTTPClientTransport } from "@modelcontextprotocol/sdk/client/streamableHttp.js";
+import { LoggingMessageNotificationSchema } from "@modelcontextprotocol/sdk/types.js";
 
-const [sdk, url, project, message] = process.argv.slice(2);
+const [url, project, message] = process.argv.slice(2);
 const token = readFileSync(0, "utf8").trim();
-const { Client } = await import(`${sdk}/client/index.js`);
-const { StreamableHTTPClientTransport } = await import(`${sdk}/client/streamableHttp.js`);
-const { LoggingMessageNotificationSchema } = await import(`${sdk}/types.js`);
 
 const tool = {
   name: "echo",

@@ -1,9 +1,9 @@
 // Drives a server over stdio with one of the public SDKs: `stdio.mjs SDK MODE COMMAND [ARGUMENT…]`.
-// SDK is mcp-sdk-1.17, mcp-sdk-1.32 or @modelcontextprotocol/client; MODE is legacy or auto. What it saw goes to
+// SDK is @modelcontextprotocol/sdk or @modelcontextprotocol/client; MODE is legacy or auto. What it saw goes to
 // stdout as one JSON object. The server is expected to have `ant_echo`, and to get a tool when `ant_grow` is called.
 
 const [sdk, mode, command, ...args] = process.argv.slice(2);
-const isOld = sdk.startsWith('mcp-sdk-');
+const isOld = sdk.endsWith('/sdk');
 const { Client } = await import(isOld ? `${sdk}/client/index.js` : sdk);
 const { StdioClientTransport } = await import(isOld ? `${sdk}/client/stdio.js` : `${sdk}/stdio`);
 const changed = isOld

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.node import ROOT, NodePeers, node_peers
+from tests.kit.node import NODE, NodePeer, node_peer
+from tests.kit.peer_environments import ROOT
 
 KNOWN = tomllib.loads(Path(__file__).with_name("conformance.toml").read_text())
 OURS = frozenset(KNOWN.pop("ours"))
@@ -20,6 +21,7 @@ SETS = {
     "2025-11-25": ["--requirements", "2025-11-25"],
     "2026-07-28": ["--requirements", "2026-07-28"],
 }
+PROGRAM = "@modelcontextprotocol/conformance/dist/index.js"
 RESULT = re.compile(r"^([✓✗]) ([a-z0-9-]+): \d+ passed, \d+ failed", re.MULTILINE)
 UNSCORED = re.compile(r"^  [✓✗] ([a-z0-9-]+) \([a-z-]+\)", re.MULTILINE)
 
@@ -38,16 +40,16 @@ def fixtures_served() -> Generator[str]:
 
 
 @pytest.fixture(scope="module")
-def peers() -> NodePeers:
-    return node_peers()
+def suite() -> NodePeer:
+    return node_peer("conformance")
 
 
-def results(peers: NodePeers, revision: str, folder: Path) -> tuple[dict[str, bool], set[str]]:
+def results(suite: NodePeer, revision: str, folder: Path) -> tuple[dict[str, bool], set[str]]:
     """Whether each scenario of a set passed, and which of them the suite does not count."""
     with fixtures_served() as url:
         ran = subprocess.run(
-            [peers.node, peers.conformance, "server", "--url", url, *SETS[revision], "-o", folder],
-            env=peers.env,
+            [NODE, suite.module(PROGRAM), "server", "--url", url, *SETS[revision], "-o", folder],
+            env=suite.env,
             capture_output=True,
             text=True,
             timeout=100,
@@ -59,12 +61,12 @@ def results(peers: NodePeers, revision: str, folder: Path) -> tuple[dict[str, bo
     return found, set(UNSCORED.findall(summary))
 
 
-def listed(peers: NodePeers, revision: str) -> set[str]:
+def listed(suite: NodePeer, revision: str) -> set[str]:
     """The server's scenarios that the suite has for a revision, those that it does not score included."""
     wanted = next(option for option in ("--requirements", "--spec-version") if option in SETS[revision])
     shown = subprocess.run(
-        [peers.node, peers.conformance, "list", wanted, revision],
-        env=peers.env,
+        [NODE, suite.module(PROGRAM), "list", wanted, revision],
+        env=suite.env,
         capture_output=True,
         text=True,
         timeout=60,
@@ -75,9 +77,9 @@ def listed(peers: NodePeers, revision: str) -> set[str]:
 
 @pytest.mark.parametrize("revision", SETS)
 def test_the_suite_passes_but_for_what_the_baseline_names(
-    revision: str, peers: NodePeers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    revision: str, suite: NodePeer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, unscored = results(peers, revision, tmp_path)
+    found, unscored = results(suite, revision, tmp_path)
     failed = {name for name, passed in found.items() if not passed}
     required = found.keys() - unscored
     with capsys.disabled():
@@ -89,7 +91,7 @@ def test_the_suite_passes_but_for_what_the_baseline_names(
     row = f"| {revision} | {len(required - failed)} of {len(required)} |"
     assert row in (ROOT / "README.md").read_text(encoding="utf-8"), "the README states another count"
     # Also where the suite does not score it.
-    assert found.keys() & OURS == listed(peers, revision) & OURS, "every one of ours that this revision has ran"
+    assert found.keys() & OURS == listed(suite, revision) & OURS, "every one of ours that this revision has ran"
 
 
 def test_what_is_ours_is_never_baselined() -> None:
@@ -98,5 +100,5 @@ def test_what_is_ours_is_never_baselined() -> None:
         assert all(reason for reason in KNOWN[revision].values())
 
 
-def test_all_that_is_ours_is_run(peers: NodePeers) -> None:
-    assert set().union(*(listed(peers, revision) & OURS for revision in SETS)) == OURS
+def test_all_that_is_ours_is_run(suite: NodePeer) -> None:
+    assert set().union(*(listed(suite, revision) & OURS for revision in SETS)) == OURS
