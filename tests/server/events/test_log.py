@@ -136,6 +136,17 @@ async def test_a_page_is_bounded_by_bytes_and_never_empty(store: Database) -> No
     assert len((await log.page("s1", -1, max_bytes=1)).events) == 1
 
 
+async def test_an_outline_says_of_what_a_page_would_be(store: Database) -> None:
+    log = EventLog(store)
+    await say(store, log, *["y" * 1000] * 3)
+    outline = await log.outline("s1", 0, max_events=1)
+    assert ([index for index, _, _ in outline.events], outline.end_index) == ([1], 2)
+    assert 1000 < outline.events[0][2] < 1100
+    assert (await log.outline("s1", 2, max_events=1)).events == []
+    with pytest.raises(InvalidParams, match="ahead of the log"):
+        await log.outline("s1", 3, max_events=1)
+
+
 async def test_asking_beyond_the_end_is_an_error_and_at_the_end_is_none(store: Database) -> None:
     log = EventLog(store)
     await say(store, log, "a")

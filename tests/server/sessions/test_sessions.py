@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from oubliette.server.errors import (
     TooMany,
     Unauthenticated,
 )
+from oubliette.server.events.log import EventLog
 from oubliette.server.home import Home
+from oubliette.server.limits import PAGE_BYTES
 from oubliette.server.operations.operation import Asked
 from oubliette.server.operations.session import SessionMessage, SessionMessaged, waited
 from oubliette.server.sessions import ends, session
 from oubliette.server.sessions.lifecycle import Move
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.server.tokens.token import Actor, Scope
+from oubliette.wire.events import Message
 from tests.kit import acp_agent
 from tests.kit.app import World, world
 from tests.kit.server import ServerProcess
@@ -568,6 +572,35 @@ async def test_events_of_a_tree_page_by_cursor_without_loss(tmp_path: Path):
                 break
         assert len(seen) == len(set(seen))
         assert set(seen) == wanted
+
+
+@either
+async def test_a_page_of_a_tree_holds_so_many_bytes_however_many_logs_it_merges(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
+        project = await here.project()
+        root = (await here.run(project, f"[{', '.join([CHILD] * 6)}]"))["session_id"]
+        logs = [root, *(await here.ask("session_get", session_id=root))["children"]]
+        log = EventLog(here.database)
+        page_and_more = Message(text="x" * 2 * PAGE_BYTES)
+        for number in range(6):
+            for place, one in enumerate(logs):
+                event = page_and_more if number == place == 3 else Message(text="x" * 100_000)
+                # Times of one log need not follow its order.
+                await here.database.write(partial(log.append, session_id=one, events=[event], now=2e9 + number % 4))
+        counted = await here.rows("SELECT session_id, idx FROM events")
+        seen: list[tuple[str, int]] = []
+        page: dict[str, Any] = {"more": True}
+        while page["more"]:
+            more: dict[str, Any] = {"cursor": page["cursor"]} if "cursor" in page else {}
+            page = await here.ask("session_events", session_id=root, include_children=True, max_events=500, **more)
+            assert page["events"]
+            assert len(page["events"]) == 1 or len(json.dumps(page["events"])) < PAGE_BYTES * 1.1
+            seen += [(event["session_id"], event["index"]) for event in page["events"]]
+        assert len(seen) == len(set(seen)), "nothing comes twice"
+        assert set(seen) == set(counted), "nothing is lost"
+        for one in logs:
+            of_one = [index for name, index in seen if name == one]
+            assert of_one == sorted(of_one)
 
 
 async def test_a_page_of_a_tree_waits_for_its_first_event_and_says_how_far_it_read(tmp_path: Path):

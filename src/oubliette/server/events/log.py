@@ -27,6 +27,7 @@ _APPEND = (
 )
 _EVENT = "INSERT INTO events (session_id, idx, type, at, body) VALUES (?, ?, ?, ?, ?)"
 _SIZES = "SELECT idx, length(body) FROM events WHERE session_id = ? AND idx > ? ORDER BY idx LIMIT ?"
+_OUTLINE = "SELECT idx, at, length(body) FROM events WHERE session_id = ? AND idx > ? ORDER BY idx LIMIT ?"
 _BODIES = "SELECT idx, at, body FROM events WHERE session_id = ? AND idx > ? AND idx <= ? ORDER BY idx"
 
 
@@ -38,6 +39,14 @@ class Page:
     last_index: int
     end_index: int  # the last index of the log; more pages follow while it is above `last_index`
     first_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What is known of the next events without reading one: the index, the time and the size of each."""
+
+    events: Sequence[tuple[int, float, int]]
+    end_index: int  # the last index of the log
 
 
 class EventLog:
@@ -86,16 +95,7 @@ class EventLog:
         since_index = max(since_index, -1)
 
         async def read(tx: Tx) -> Page:
-            row = await tx.one("SELECT first_index, next_index FROM sessions WHERE id = ?", session_id)
-            if row is None:
-                raise NotFound(f"no session {session_id}")
-            first, end = row
-            if since_index >= end:
-                raise InvalidParams(f"since_index {since_index} is ahead of the log, which ends at {end - 1}")
-            if since_index + 1 < first:
-                raise Purged(
-                    f"events before index {first} have been purged (oldest available: {first})", oldest_index=first
-                )
+            first, end = await _reach(tx, session_id, since_index)
             until = min(since_index + max_events, end - 1)
             if until - since_index > 1:
                 # What does not fit is not read: an event may be large, and this is the loop.
@@ -107,6 +107,17 @@ class EventLog:
 
         return await self._database.read(read)
 
+    async def outline(self, session_id: str, since_index: int, *, max_events: int) -> Outline:
+        """What a page of so many events would be of, for who merges several logs; raises what it would."""
+        since_index = max(since_index, -1)
+
+        async def read(tx: Tx) -> Outline:
+            _, end = await _reach(tx, session_id, since_index)
+            rows = await tx.all(_OUTLINE, session_id, since_index, min(max_events, EVENTS_PAGE))
+            return Outline(events=[(index, at, size) for index, at, size in rows], end_index=end - 1)
+
+        return await self._database.read(read)
+
     async def end_index(self, session_id: str) -> int:
         async def read(tx: Tx) -> int:
             row = await tx.one("SELECT next_index FROM sessions WHERE id = ?", session_id)
@@ -115,6 +126,19 @@ class EventLog:
             return row[0] - 1
 
         return await self._database.read(read)
+
+
+async def _reach(tx: Tx, session_id: str, since_index: int) -> tuple[int, int]:
+    """The first index of a log and the one behind its last, where there may be events after `since_index`."""
+    row = await tx.one("SELECT first_index, next_index FROM sessions WHERE id = ?", session_id)
+    if row is None:
+        raise NotFound(f"no session {session_id}")
+    first, end = row
+    if since_index >= end:
+        raise InvalidParams(f"since_index {since_index} is ahead of the log, which ends at {end - 1}")
+    if since_index + 1 < first:
+        raise Purged(f"events before index {first} have been purged (oldest available: {first})", oldest_index=first)
+    return first, end
 
 
 def _within(sizes: Sequence[Row], max_bytes: int, since_index: int) -> int:

@@ -2,9 +2,11 @@
 
 import base64
 import binascii
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +22,7 @@ from oubliette.server.sessions.lifecycle import ENDS, State
 from oubliette.server.storage.database import Tx
 
 PROGRESS_EVERY_S = 10.0
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -209,19 +212,28 @@ async def page_of_tree(
 async def _merged(
     rooms: Rooms, session: rows.Session, read_to: dict[str, int], max_events: int, space: Space | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take the next events of all logs, and move `read_to` behind them; whether there are more."""
-    found: list[tuple[float, str, int, dict[str, Any]]] = []
+    """Take the next events of all logs, as a page holds them, and move `read_to` behind them; whether there are more.
+
+    Which they are is told by outlines: only what goes into the page is read.
+    """
+    found: list[tuple[float, str, int, int]] = []
     more = False
     for one in await rooms.database.read(lambda tx: rows.tree(tx, session)):
-        page = await _page(rooms, one.id, read_to.get(one.id), max_events)
-        more = more or page.last_index < page.end_index
-        latest = 0.0
-        for event in page.events:
+        next_ones = partial(rooms.events.outline, one.id, max_events=max_events)
+        outline = await _on(next_ones, read_to.get(one.id))
+        latest, last = 0.0, outline.end_index
+        for last, at, size in outline.events:
             # Two commits of one log may carry their times in the other order; the cursor may skip neither.
-            latest = max(latest, event["at"])
-            found.append((latest, one.id, event["index"], event))
-    found.sort(key=lambda item: item[:3])
-    taken = [event for *_, event in found[:max_events]]
+            latest = max(latest, at)
+            found.append((latest, one.id, last, size))
+        more = more or last < outline.end_index
+    found.sort()
+    chosen = _chosen(found[:max_events])
+    read: dict[tuple[str, int], dict[str, Any]] = {}
+    for session_id, count in Counter(session_id for session_id, _ in chosen).items():
+        page = await _on(partial(rooms.events.page, session_id, max_events=count), read_to.get(session_id))
+        read |= {(session_id, event["index"]): event for event in page.events}
+    taken = [read[key] for key in chosen if key in read]  # what is not was purged in between
     if space is not None:
         taken = space.fitting(taken)
     for event in taken:
@@ -229,16 +241,26 @@ async def _merged(
     return taken, more or len(taken) < len(found)
 
 
-async def _page(rooms: Rooms, session_id: str, since: int | None, max_events: int) -> Page:
-    """The next page of one log; one of which nothing was read yet begins with the oldest event that is kept."""
+def _chosen(found: Sequence[tuple[float, str, int, int]]) -> list[tuple[str, int]]:
+    """The first of these that fit into a page, whatever logs they are of; the very first always does."""
+    room = PAGE_BYTES
+    chosen: list[tuple[str, int]] = []
+    for _, session_id, index, size in found:
+        room -= size
+        if room < 0 and chosen:
+            break
+        chosen.append((session_id, index))
+    return chosen
+
+
+async def _on(read: Callable[[int], Awaitable[T]], since: int | None) -> T:
+    """Read a log on; one of which nothing was read yet begins with the oldest event that is kept."""
     try:
-        return await rooms.events.page(
-            session_id, since if since is not None else -1, max_events=max_events, max_bytes=PAGE_BYTES // 4
-        )
+        return await read(-1 if since is None else since)
     except Purged as purged:
         if since is not None:
             raise
-        return await _page(rooms, session_id, purged.details["oldest_index"] - 1, max_events)
+        return await read(purged.details["oldest_index"] - 1)
 
 
 def _encoded(read_to: dict[str, int]) -> str:
