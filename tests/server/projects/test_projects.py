@@ -1,4 +1,5 @@
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,27 @@ async def test_lists_are_newest_first_filtered_and_paged(database: SqliteDatabas
     assert await names("") == ["alphabet", "beta", "Alpha"]
     assert await names("", limit=1, offset=1) == ["beta"]
     assert await names("%") == []
+
+
+@pytest.mark.parametrize(("name", "contains"), [("ÄPFEL", "äpfel"), ("straße", "STRASSE"), ("Όμηρος", "ΌΜΗΡΟΣ")])
+async def test_case_does_not_matter_in_any_script(database: SqliteDatabase, name: str, contains: str):
+    project = await made(database, name)
+    for only in (None, project.id):
+        found = await database.read(partial(projects.listed, name_contains=contains, only=only, limit=10, offset=0))
+        assert found == [project]
+    assert not await database.read(partial(projects.listed, name_contains=contains, only="x", limit=10, offset=0))
+
+
+async def test_a_name_is_found_in_pages_among_any_number_of_projects(
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(projects, "NAMES_READ", 3)
+    ours = [await made(database, f"p {number}", at=number % 5) for number in range(20)]
+    wanted = sorted(ours, key=lambda project: (-project.created_at, project.id))
+    found: list[Project] = []
+    for offset in range(0, 24, 4):
+        found += await database.read(partial(projects.listed, name_contains="P ", only=None, limit=4, offset=offset))
+    assert found == wanted
 
 
 async def test_the_default_workspace_stays_and_deleting_another_twice_is_no_error(database: SqliteDatabase):

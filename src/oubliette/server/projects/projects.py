@@ -8,6 +8,7 @@ from oubliette.server import ids
 from oubliette.server.errors import Conflict, InvalidParams, NotFound
 from oubliette.server.storage.database import Row, Tx
 
+NAMES_READ = 1000  # at a time, where one is looked for
 _PROJECT = "id, name, description, settings, default_workspace_id, creator, created_at"
 _WORKSPACE = "id, project_id, created_at, last_session_at, external_id, source"
 
@@ -93,16 +94,36 @@ async def get(tx: Tx, project_id: str) -> Project:
 
 async def listed(tx: Tx, *, name_contains: str, only: str | None, limit: int, offset: int) -> list[Project]:
     """Newest first; `only` narrows to one project, for a token that is narrowed to it."""
+    if name_contains:
+        named = await _named(tx, name_contains, only, offset + limit)
+        return [await get(tx, one) for one in named[offset:]]
     rows = await tx.all(
-        f"SELECT {_PROJECT} FROM projects WHERE instr(lower(name), lower(?)) > 0"  # noqa: S608
-        " AND (? IS NULL OR id = ?) ORDER BY created_at DESC, id LIMIT ? OFFSET ?",
-        name_contains,
+        f"SELECT {_PROJECT} FROM projects WHERE (? IS NULL OR id = ?)"  # noqa: S608
+        " ORDER BY created_at DESC, id LIMIT ? OFFSET ?",
         only,
         only,
         limit,
         offset,
     )
     return [_project(row) for row in rows]
+
+
+async def _named(tx: Tx, name_contains: str, only: str | None, count: int) -> list[str]:
+    """The newest projects with this in their names. Databases differ in what case is: ours is Unicode's."""
+    wanted = name_contains.casefold()
+    found: list[tuple[float, str]] = []
+    last = ""
+    while names := await tx.all(
+        "SELECT id, name, created_at FROM projects WHERE id > ? AND (? IS NULL OR id = ?) ORDER BY id LIMIT ?",
+        last,
+        only,
+        only,
+        NAMES_READ,
+    ):
+        last = names[-1][0]
+        matching = [(-created_at, one) for one, name, created_at in names if wanted in name.casefold()]
+        found = sorted(found + matching)[:count]
+    return [one for _, one in found]
 
 
 async def empty(tx: Tx, project_id: str, limit: int) -> int:
