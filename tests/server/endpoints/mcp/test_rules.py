@@ -301,6 +301,21 @@ async def test_the_stateless_era_knows_only_post(rig: Rig) -> None:
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
 
 
+@pytest.mark.parametrize("version", ["2099-01-01", "banana", "2024-11-05", ""])
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+async def test_a_claim_of_another_version_is_refused_on_every_method(method: str, version: str, rig: Rig) -> None:
+    session = await rig.session()
+    body = json.dumps(request("tools/list")).encode() if method == "POST" else b""
+    claim = (legacy(session), ("MCP-Protocol-Version", version))
+    async with connected(rig.address) as connection:
+        await connection.send(method, "/mcp", rig.headers(*claim, length=len(body)), body)
+        reply = await connection.reply()
+    assert (reply.status, code(reply.json)) == (400, -32022)
+    supported = [MODERN, "2025-11-25", "2025-06-18", "2025-03-26"]
+    assert reply.json["error"]["data"] == {"supported": supported, "requested": version}
+    assert (await rig.ask(request("tools/list"), legacy(session))).status == 200, "the session is as it was"
+
+
 # Sizes.
 
 

@@ -154,16 +154,28 @@ def _meta(raw: msgspec.Raw, request_id: Id | None) -> Meta:
         raise Refused(400, INVALID_PARAMS, "`params._meta` is not an object", request_id=request_id) from None
 
 
+def claimed(headers: Headers) -> str | None:
+    """The revision that a request's headers say it speaks."""
+    return headers.version.decode("latin-1").strip() if headers.version is not None else None
+
+
+def check_bodiless(headers: Headers) -> None:
+    """What a request without a body claims: such are of the legacy era. Raises `Refused`."""
+    version = claimed(headers)
+    if version is not None and version not in LEGACY:
+        raise _unsupported(version, None)
+
+
 def era(posted: Posted, headers: Headers) -> Era:
     """Which era a message belongs to. Raises `Refused` where it claims a revision that we do not serve."""
-    claimed = headers.version.decode("latin-1").strip() if headers.version is not None else None
-    if posted.meta.version is not msgspec.UNSET or claimed == MODERN:
+    version = claimed(headers)
+    if posted.meta.version is not msgspec.UNSET or version == MODERN:
         return Era.MODERN
-    if claimed is None or claimed in LEGACY:
+    if version is None or version in LEGACY:
         return Era.LEGACY
-    if posted.method == "initialize" and is_dated(claimed):
+    if posted.method == "initialize" and is_dated(version):
         return Era.LEGACY  # an older client that repeats what it asks for: the answer offers it another
-    raise _unsupported(claimed, posted.id)
+    raise _unsupported(version, posted.id)
 
 
 def check_modern(posted: Posted, headers: Headers) -> None:

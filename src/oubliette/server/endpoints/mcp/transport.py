@@ -150,15 +150,15 @@ class McpEndpoint:
         if method == "POST":
             actor = await self._door.actor(headers)
             await self._post(actor, headers, scope, receive, send)
-        elif headers.version is not None and headers.version.strip() == MODERN.encode():
+        elif posted.claimed(headers) == MODERN:
             raise Refused(405, INVALID_REQUEST, f"{MODERN} knows only POST here", headers=(_ALLOW[Era.MODERN],))
-        elif method == "GET":
-            await self._get(await self._door.actor(headers), headers, scope, receive, send)
-        elif method == "DELETE":
-            session = await self._session(await self._door.actor(headers), headers)
-            await self._sessions.end(session)
-            await self._streams.session_ended(session.id)
-            await send_empty(send, 200)
+        elif method in ("GET", "DELETE"):
+            actor = await self._door.actor(headers)
+            posted.check_bodiless(headers)
+            if method == "GET":
+                await self._get(actor, headers, scope, receive, send)
+            else:
+                await self._delete(await self._session(actor, headers), send)
         elif method == "OPTIONS" and headers.origin is not None:
             await send_empty(send, 204, PREFLIGHT)
         else:
@@ -337,6 +337,11 @@ class McpEndpoint:
                 exchange = self._cancellable.get((session.id, request_id))
                 if exchange is not None:
                     exchange.cancel()
+
+    async def _delete(self, session: McpSession, send: Send) -> None:
+        await self._sessions.end(session)
+        await self._streams.session_ended(session.id)
+        await send_empty(send, 200)
 
     async def _get(self, actor: Actor, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         _, events = accepts(headers.accept)
