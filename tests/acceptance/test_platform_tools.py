@@ -207,9 +207,9 @@ async def test_every_call_and_every_refusal_leaves_a_row_that_says_how_it_ended(
         call = "oubliette_call_tool"
         assert rows(key) == [
             (call, f"project_get {here.project_id}", "ok"),
-            (call, f"project_get {nobody}", "refused: not_found"),
-            (call, f"session_events {session_id}", "refused: invalid_params"),
-            (call, "no_such_tool", "refused: unknown_tool"),
+            ("project_get", nobody, "refused: not_found"),
+            ("session_events", session_id, "refused: invalid_params"),
+            ("no_such_tool", None, "refused: unknown_tool"),
             ("token_list", None, "refused: forbidden"),
         ]
         await asked(writer, "workspace_delete", "mine", project_id=here.project_id, workspace_id="gone")
@@ -233,6 +233,43 @@ async def test_every_call_and_every_refusal_leaves_a_row_that_says_how_it_ended(
                 await box.ask("session_message", message=message, session_id=session_id, call_key="child")
         (reused,) = records(here.server.home, "audit", session_id=session_id, outcome="refused: call_key_reused")[1:]
         assert (reused["operation"], reused["target"]) == ("session_message", session_id)
+
+
+@pytest.mark.parametrize("door", ["mcp", "relay"])
+async def test_a_refused_call_leaves_one_row_and_the_same_one_at_every_door(here: Scene, door: str) -> None:
+    reader = await here.token("read")
+    nobody = "00000000-0000-4000-8000-000000000000"
+    async with here.caller() as owner, here.caller(reader["token"]) as caller:
+        session_id = await here.rest(owner)
+        wanted: list[tuple[str, dict[str, Any], tuple[str, str | None, str]]] = [
+            ("project_get", {"project_id": nobody}, ("project_get", nobody, "not_found")),
+            ("project_get", {"nonsense": reader["token"]}, ("project_get", None, "invalid_params")),
+            ("session_get", {"session_id": "gogol_none"}, ("session_get", None, "not_found")),
+            (
+                "session_events",
+                {"session_id": session_id, "since_index": 10_000},
+                ("session_events", session_id, "invalid_params"),
+            ),
+            ("project_create", {"name": "p"}, ("project_create", None, "forbidden")),
+            ("token_list", {}, ("token_list", None, "forbidden")),
+            ("no_such_tool", {"project_id": nobody}, ("no_such_tool", nobody, "unknown_tool")),
+            ("no_such_tool" * 6, {}, (("no_such_tool" * 6)[:64], None, "unknown_tool")),
+            (reader["token"], {}, ("unknown", None, "unknown_tool")),
+            ("", {}, ("unknown", None, "unknown_tool")),
+        ]
+        async with here.box(session_id) as box:
+            for tool, arguments, _ in wanted:
+                if door == "mcp":
+                    told = await caller.ask("tools/call", {"name": tool, "arguments": arguments})
+                else:
+                    asked = {"api_key": reader["token"], "tool": tool, "arguments": arguments}
+                    told = await box.ask("oubliette_call_tool", **asked)
+                assert "error" in told or told["result"]["isError"], tool
+    rows = records(here.server.home, "audit", token_id=reader["id"], door=door)
+    assert [(one["operation"], one["target"], one["outcome"]) for one in rows] == [
+        (operation, target, f"refused: {kind}") for _, _, (operation, target, kind) in wanted
+    ]
+    assert reader["token"] not in json.dumps(records(here.server.home, "audit"))
 
 
 @pytest.mark.seed("OT-EXECUTION.2", "OTD-TESTING.7", "OTD-SECURITY.5", "OTD-START.5")

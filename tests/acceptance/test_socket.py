@@ -329,7 +329,7 @@ async def test_a_wait_ends_within_a_second_when_its_key_is_revoked(here: Scene, 
             assert told["error"]["code"] == -32001
             assert time.monotonic() - began < 2
     # It was let in, and then it was put out: whom the door does not know has no id.
-    (row,) = records(here.server.home, "audit", operation="oubliette_call_tool", token_id=key["id"])
+    (row,) = records(here.server.home, "audit", operation=asked["tool"], token_id=key["id"])
     assert row["outcome"] == "refused: unauthenticated"
 
 

@@ -53,11 +53,6 @@ class Forbidden(OublietteError):
 class NotFound(OublietteError):
     kind = "not_found"
 
-    def __init__(self, message: str, *, hidden: bool = False, **details: Any) -> None:
-        """`hidden` is there and out of the asker's reach, which is told in the same words and noted in the audit."""
-        super().__init__(message, **details)
-        self.hidden = hidden
-
 
 class InvalidParams(OublietteError):
     kind = "invalid_params"

@@ -726,6 +726,7 @@ async def test_what_an_operation_itself_refuses_is_in_the_audit_too(tmp_path: Pa
             ("caller_tool_progress", "refused: not_found", session_id),
             ("token_revoke", "refused: forbidden", None),
             ("session_spawn", "refused: invalid_params", None),
+            *[("session_get", "refused: not_found", "gogol_20260101_000000_00000000")] * 2,
             ("session_events", "refused: not_found", session_id),
         ]
 

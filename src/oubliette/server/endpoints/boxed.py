@@ -17,9 +17,9 @@ from oubliette.server.caller_tools.exchange import REFUSALS, Exchange
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.endpoints import failures
 from oubliette.server.endpoints.interest import Interest
-from oubliette.server.errors import Forbidden, OublietteError, Unauthenticated, UnknownTool
+from oubliette.server.errors import CallCancelled, Forbidden, OublietteError, Unauthenticated, UnknownTool
 from oubliette.server.limits import PENDING_CALLS_PER_SESSION, WATCH_S_MAX
-from oubliette.server.operations.gate import Gate, target_of
+from oubliette.server.operations.gate import Gate, named, target_of
 from oubliette.server.operations.once import KeepOutcome, Once
 from oubliette.server.operations.operation import Asked, Operation, Rooms
 from oubliette.server.operations.schemas import schema
@@ -187,21 +187,18 @@ class Boxed:
         return msgspec.Raw(outcome)
 
     async def _read(self, actor: Actor, tool: str, arguments: bytes, interest: Interest) -> bytes:
-        """Do what does not write. What writes leaves its row in its own transaction, a read leaves one here."""
+        """Do what does not write. The gate notes what was refused; what was read, or not waited for, is noted here."""
         entry = audit.entry(
             actor, door="relay", operation="oubliette_call_tool", outcome="ok", target=_target(tool, arguments)
         )
         try:
             async with interest.lasting():
                 result = await self._operate(Asked(actor=actor, door="relay"), tool, arguments)
-        except Forbidden:
-            raise  # the gate has noted it
-        except Exception as failure:
-            kind = failure.kind if isinstance(failure, OublietteError) else "internal"
-            await self.note(replace(entry, outcome=f"refused: {kind}"))
+        except CallCancelled as unwanted:
+            await self.note(replace(entry, outcome=f"refused: {unwanted.kind}"))
             raise
-        refusal = result.get("_meta")
-        await self.note(replace(entry, outcome=f"refused: {refusal[ERROR]['kind']}") if refusal else entry)
+        if "_meta" not in result:
+            await self.note(entry)
         return _encode(result)
 
     async def _once(
@@ -333,8 +330,8 @@ class Boxed:
 
 def _target(tool: str, arguments: bytes) -> str:
     """A tool, and what it was asked to be about."""
-    named = target_of(arguments)
-    return f"{tool[:128]} {named}" if named is not None else tool[:128]
+    tool, target = named(tool), target_of(arguments)
+    return f"{tool} {target}" if target is not None else tool
 
 
 class _Stored(msgspec.Struct):

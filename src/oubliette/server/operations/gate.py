@@ -1,9 +1,11 @@
 """One gate in front of every door: may this actor do this, to that?
 
 `offered` is what a door lists, `call` is what it runs, and both ask the same `allowed`. The project of a thing is
-resolved from the thing. A refusal leaves an audit row of its own; what is done leaves one in its transaction.
+resolved from the thing. Every refused call leaves an audit row of its own, at whatever door and whatever was wrong with
+it; what is done leaves one in its transaction.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from oubliette.server.operations.operation import Asked, Operation, Rooms, Targe
 from oubliette.server.sessions.rows import Session
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Actor
+
+NAMED_CHARS = 64
+_TOOL = re.compile(r"[a-z]+(?:_[a-z]+)+")
 
 
 def allowed(operation: Operation[Any], actor: Actor) -> bool:
@@ -43,47 +48,43 @@ class Gate:
 
     async def call(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> msgspec.Struct:
         """Run an operation to its end, or raise why not. `arguments` is its parameters, or their JSON."""
-        operation, params = await self._admitted(asked, name, arguments)
-        result = await self._run(asked, operation, params, arguments)
-        return result if operation.wait is None else await operation.wait(self._rooms, asked, params, result)
+        try:
+            operation, params = await self._admitted(asked, name, arguments)
+            result = await operation.run(self._rooms, asked, params)
+            return result if operation.wait is None else await operation.wait(self._rooms, asked, params, result)
+        except Exception as failure:
+            await self._refused(asked, name, arguments, failure)
+            raise
 
     async def effect(self, asked: Asked, name: str, arguments: bytes) -> msgspec.Struct:
         """Run an operation without waiting for what comes of it."""
-        operation, params = await self._admitted(asked, name, arguments)
-        return await self._run(asked, operation, params, arguments)
+        try:
+            operation, params = await self._admitted(asked, name, arguments)
+            return await operation.run(self._rooms, asked, params)
+        except Exception as failure:
+            await self._refused(asked, name, arguments, failure)
+            raise
 
     async def waited(self, asked: Asked, operation: Operation[Any], arguments: bytes, outcome: bytes) -> msgspec.Struct:
         """Wait for what comes of an effect whose outcome is known; the asker was admitted with it."""
         told = msgspec.json.decode(outcome, type=operation.result)
         if operation.wait is None:
             return told
-        return await operation.wait(self._rooms, asked, _params(operation, arguments), told)
+        try:
+            return await operation.wait(self._rooms, asked, _params(operation, arguments), told)
+        except Exception as failure:
+            await self._refused(asked, operation.name, arguments, failure)
+            raise
 
     async def _admitted(self, asked: Asked, name: str, arguments: bytes | dict[str, Any]) -> tuple[Operation[Any], Any]:
         operation = self._operations.get(name)
         if operation is None:
             raise UnknownTool(f"no tool is named {name[:128]!r}")
-        try:
-            if not allowed(operation, asked.actor):
-                raise Forbidden(f"{name} is not allowed for this token's scope ({asked.actor.reach})")
-            params = _params(operation, arguments)
-            await self._check_target(operation, asked.actor, params)
-        except OublietteError as refusal:
-            await self._refused(asked, operation, arguments, refusal)
-            raise
+        if not allowed(operation, asked.actor):
+            raise Forbidden(f"{name} is not allowed for this token's scope ({asked.actor.reach})")
+        params = _params(operation, arguments)
+        await self._check_target(operation, asked.actor, params)
         return operation, params
-
-    async def _run(
-        self, asked: Asked, operation: Operation[Any], params: Any, arguments: bytes | dict[str, Any]
-    ) -> msgspec.Struct:
-        """What an operation itself refuses changed nothing, its audit row included: it leaves one of its own."""
-        try:
-            return await operation.run(self._rooms, asked, params)
-        except StorageFailed:
-            raise
-        except OublietteError as refusal:
-            await self._refused(asked, operation, arguments, refusal)
-            raise
 
     async def _check_target(self, operation: Operation[Any], actor: Actor, params: Any) -> None:
         """A narrowed token sees its project and nothing else; a derived key in it, its own tree of sessions."""
@@ -92,11 +93,11 @@ class Gate:
         session_id: str | None = None if operation.target is Target.PROJECT else params.session_id
         if session_id is None:
             if params.project_id is not None and not actor.reaches(params.project_id):
-                raise NotFound(f"no project {params.project_id!r}: project_list shows them", hidden=True)
+                raise NotFound(f"no project {params.project_id!r}: project_list shows them")
             return
         session = await self._rooms.sessions.get(session_id)
         if not actor.reaches(session.project_id):
-            raise NotFound(f"no session {session_id!r}: session_list shows them", hidden=True)
+            raise NotFound(f"no session {session_id!r}: session_list shows them")
         if operation.target is Target.SESSION_OR_PROJECT and params.project_id not in (None, session.project_id):
             raise NotFound(f"no session {session_id!r} in project {params.project_id!r}: leave project_id out")
         if actor.derived and actor.session_id is not None:
@@ -104,14 +105,16 @@ class Gate:
         if operation.target is Target.OWNED_SESSION:
             check_owner(actor, session)
 
-    async def _refused(
-        self, asked: Asked, operation: Operation[Any], arguments: bytes | dict[str, Any], refusal: OublietteError
-    ) -> None:
-        if not _is_noted(operation, refusal):
-            return
-        outcome = f"refused: {refusal.kind}"
+    async def _refused(self, asked: Asked, name: str, arguments: bytes | dict[str, Any], failure: Exception) -> None:
+        """Leave a row of its own: what a refused operation wrote is gone with it, its audit row included."""
+        if isinstance(failure, StorageFailed):
+            return  # nor would this be written
+        kind = failure.kind if isinstance(failure, OublietteError) else "internal"
+        operation = name if name in self._operations else named(name)
         target = target_of(arguments)
-        entry = audit.entry(asked.actor, door=asked.door, operation=operation.name, outcome=outcome, target=target)
+        entry = audit.entry(
+            asked.actor, door=asked.door, operation=operation, outcome=f"refused: {kind}", target=target
+        )
         now = self._rooms.clock.now()
 
         async def write(tx: Tx) -> None:
@@ -120,10 +123,10 @@ class Gate:
         await self._rooms.database.write(write)
 
 
-def _is_noted(operation: Operation[Any], refusal: OublietteError) -> bool:
-    """A question that is merely wrong is nobody's concern; what was not allowed is, and what would have changed."""
-    out_of_reach = isinstance(refusal, NotFound) and refusal.hidden
-    return operation.writes or out_of_reach or isinstance(refusal, Forbidden)
+def named(tool: str) -> str:
+    """A tool that may not exist, as far as it reads as a name of one: else it may be anything, a key even."""
+    told = tool[:NAMED_CHARS]
+    return told if _TOOL.fullmatch(told) else "unknown"
 
 
 def check_owner(actor: Actor, session: Session) -> None:

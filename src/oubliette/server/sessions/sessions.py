@@ -190,7 +190,7 @@ class Sessions:
         one = session
         while one.id != ancestor_id:
             if one.parent_id is None:
-                raise NotFound(f"no session {session_id!r}: session_list shows them", hidden=True)
+                raise NotFound(f"no session {session_id!r}: session_list shows them")
             one = await self.get(one.parent_id)
         return session
 

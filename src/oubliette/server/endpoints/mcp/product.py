@@ -29,7 +29,7 @@ from oubliette.server.endpoints.mcp.contract import (
 from oubliette.server.endpoints.mcp.pushing import Pushed, Standing, Standings, Updates
 from oubliette.server.endpoints.mcp.strangers import Strangers
 from oubliette.server.endpoints.mcp.versions import Era
-from oubliette.server.errors import OublietteError, Unauthenticated
+from oubliette.server.errors import OublietteError, Unauthenticated, UnknownTool
 from oubliette.server.operations.gate import Gate
 from oubliette.server.operations.operation import Asked, Operation, Rooms
 from oubliette.server.operations.schemas import schema
@@ -93,9 +93,6 @@ class Product:
         return ()  # no argument of ours has to be routed on
 
     async def call_tool(self, context: Context, name: str, arguments: msgspec.Raw) -> object:
-        operation = self._gate.find(name)
-        if operation is None:
-            raise RpcError(INVALID_PARAMS, f"no tool is named {name[:100]!r}")
         asked = Asked(
             actor=context.actor,
             door="mcp",
@@ -104,10 +101,13 @@ class Product:
         )
         try:
             result = await self._gate.call(asked, name, arguments)
+        except UnknownTool as unknown:
+            raise RpcError(INVALID_PARAMS, unknown.message) from None
         except OublietteError as error:
             return failed(error)
         body = _encode(result)
-        refused = operation.refused is not None and operation.refused(result)
+        operation = self._gate.find(name)
+        refused = operation is not None and operation.refused is not None and operation.refused(result)
         return ToolResult([{"type": "text", "text": body.decode()}], msgspec.Raw(body), refused)
 
     # The pending requests of a session, for its owner.
