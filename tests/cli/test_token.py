@@ -2,15 +2,16 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from oubliette.cli.local import connected
+from oubliette.cli.local import reached
 from oubliette.cli.token import _state
 from oubliette.server.endpoints.local import local_door
-from oubliette.server.errors import InvalidParams, NotFound
+from oubliette.server.errors import Conflict, InvalidParams, NotFound
 from oubliette.server.home import Home, HomeLock
 
 TOKEN = {
@@ -130,11 +131,31 @@ async def test_asking_wrongly_ends_with_2_whoever_says_so(home: Home):
 
 async def test_a_server_that_just_took_the_lock_is_waited_for(home: Home):
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        connecting = tasks.create_task(connected(home))
-        await asyncio.sleep(0)  # its first try found no socket
-        async with local_door(home.admin_socket, Door()):
-            _, writer = await connecting
-            writer.close()
+        with ExitStack() as held, HomeLock(home):
+            reaching = tasks.create_task(reached(home, held))
+            await asyncio.sleep(0)  # its first try found no socket
+            async with local_door(home.admin_socket, Door()):
+                door = await reaching
+                assert door is not None
+                door[1].close()
+
+
+async def test_a_command_that_has_the_lock_is_waited_for(home: Home):
+    with ExitStack() as held:
+        async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+            with HomeLock(home):
+                reaching = tasks.create_task(reached(home, held))
+                await asyncio.sleep(0)  # its first try found it held, and no socket
+        assert await reaching is None
+        with pytest.raises(Conflict), HomeLock(home):
+            pass
+
+
+async def test_commands_at_once_on_a_home_without_a_server_all_succeed(tmp_path: Path):
+    made = await asyncio.gather(*(oubliette(tmp_path / "home", "token", "create", f"t{n}") for n in range(3)))
+    assert [code for code, _, _ in made] == [0, 0, 0], made
+    _, table, _ = await oubliette(tmp_path / "home", "token", "list")
+    assert {line.split()[1] for line in table.splitlines()[1:]} == {"t0", "t1", "t2"}
 
 
 async def test_without_a_server_the_home_itself_is_used(home: Home):

@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PROGRAM = [sys.executable, "-c", "from oubliette.cli.main import main; main()"]
@@ -95,6 +96,15 @@ def test_a_home_is_served_once(tmp_path: Path):
         again = oubliette("up", "--home", str(tmp_path), "--port", "0")
     assert (again.returncode, again.stdout) == (1, "")
     assert f"{tmp_path}: another oubliette (process " in again.stderr
+
+
+def test_a_server_and_commands_may_begin_at_once(tmp_path: Path):
+    with ThreadPoolExecutor(2) as threads:
+        names = [("token", "create", f"t{n}", "--home", str(tmp_path)) for n in range(2)]
+        making = [threads.submit(oubliette, *words) for words in names]
+        with up(tmp_path):
+            made = [one.result() for one in making]
+    assert [one.returncode for one in made] == [0, 0], made
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path):

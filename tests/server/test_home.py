@@ -1,12 +1,15 @@
+import asyncio
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from oubliette.server import home as home_module
 from oubliette.server.errors import Conflict, NotConfigured
-from oubliette.server.home import Home, HomeLock
+from oubliette.server.home import Home, HomeLock, locked
 
 
 def test_a_home_is_closed_to_others_whatever_the_umask(tmp_path: Path):
@@ -43,6 +46,47 @@ def test_a_home_has_one_user_at_a_time(tmp_path: Path):
         assert home.lock.exists()
     with HomeLock(home):
         pass
+
+
+async def test_a_server_waits_for_who_has_the_lock_and_serves_nothing(tmp_path: Path):
+    home = Home(tmp_path)
+    entered = asyncio.Event()
+
+    async def served() -> None:
+        async with locked(home):
+            entered.set()
+
+    async with asyncio.timeout(3), asyncio.TaskGroup() as tasks:
+        with HomeLock(home):
+            tasks.create_task(served())
+            await asyncio.sleep(0)  # its first try found it held
+            assert not entered.is_set()
+        await entered.wait()
+    with HomeLock(home):
+        pass
+
+
+async def test_a_server_does_not_wait_for_another(tmp_path: Path):
+    home = Home(tmp_path)
+    with HomeLock(home), socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(home.admin_socket))
+        door.listen()
+        async with asyncio.timeout(1):
+            with pytest.raises(Conflict, match="another oubliette"):
+                async with locked(home):
+                    pass
+
+
+async def test_who_serves_nothing_and_keeps_the_lock_is_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(home_module, "LOCK_WITHIN_S", 0.1)
+    home = Home(tmp_path)
+    with HomeLock(home):
+        async with asyncio.timeout(3):
+            with pytest.raises(Conflict, match="another oubliette"):
+                async with locked(home):
+                    pass
 
 
 def test_a_home_whose_lock_cannot_be_opened_is_refused_by_name(tmp_path: Path):

@@ -1,7 +1,7 @@
 """The way from the command line to an operation: the running server's admin socket, or this process itself."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 import msgspec
@@ -9,13 +9,12 @@ import msgspec
 from oubliette.server.config import Settings
 from oubliette.server.endpoints.failures import CODES
 from oubliette.server.errors import Conflict, OublietteError, StorageFailed
-from oubliette.server.home import Home, HomeLock, address
+from oubliette.server.home import RETRY_S, Home, HomeLock, address
 from oubliette.wire import jsonrpc
 
 ANSWER_S = 30.0
-# A server that has just taken the lock opens its socket a moment later.
-STARTING_S = 10.0
-RETRY_S = 0.05
+# A server that has just taken the lock opens its socket a moment later; a command gives the lock back.
+BUSY_S = 10.0
 LINE_BYTES_MAX = 8 * 1024 * 1024
 
 
@@ -32,10 +31,9 @@ async def _ask(settings: Settings, operation: str, params: dict[str, Any]) -> di
     home = Home(settings.home)
     home.make()
     with ExitStack() as held:
-        try:
-            held.enter_context(HomeLock(home))
-        except Conflict:
-            return await _ask_server(home, operation, params)
+        door = await reached(home, held)
+        if door is not None:
+            return await _ask_server(*door, operation, params)
         # The whole server is loaded only where none is running.
         from oubliette.server.app import locally
 
@@ -43,8 +41,9 @@ async def _ask(settings: Settings, operation: str, params: dict[str, Any]) -> di
         return cast("dict[str, Any]", msgspec.to_builtins(done))
 
 
-async def _ask_server(home: Home, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-    reader, writer = await connected(home)
+async def _ask_server(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, operation: str, params: dict[str, Any]
+) -> dict[str, Any]:
     try:
         async with asyncio.timeout(ANSWER_S):
             writer.write(jsonrpc.request(1, operation, params))
@@ -68,15 +67,19 @@ def _failure(told: msgspec.Raw) -> OublietteError:
     return _BY_KIND.get(kind, OublietteError)(error.message)
 
 
-async def connected(home: Home) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Knock until the door is there."""
+async def reached(home: Home, held: ExitStack) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """The running server's door, or none and the home's lock is on `held`: whichever is there first.
+
+    Who has the lock without a door is a server that starts or stops, or another command.
+    """
     try:
-        async with asyncio.timeout(STARTING_S):
+        async with asyncio.timeout(BUSY_S):
             while True:
-                try:
-                    with address(home.admin_socket) as near:
-                        return await asyncio.open_unix_connection(near, limit=LINE_BYTES_MAX)
-                except (FileNotFoundError, ConnectionRefusedError):
-                    await asyncio.sleep(RETRY_S)
+                with suppress(Conflict):
+                    held.enter_context(HomeLock(home))
+                    return None
+                with suppress(FileNotFoundError, ConnectionRefusedError), address(home.admin_socket) as near:
+                    return await asyncio.open_unix_connection(near, limit=LINE_BYTES_MAX)
+                await asyncio.sleep(RETRY_S)
     except TimeoutError:
         raise StorageFailed(f"another process uses {home.path} and does not answer on {home.admin_socket}") from None

@@ -40,7 +40,7 @@ from oubliette.server.endpoints.relay import Relay
 from oubliette.server.errors import NotConfigured, OublietteError
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
-from oubliette.server.home import Home, HomeLock
+from oubliette.server.home import Home, locked
 from oubliette.server.limits import BULK_ROWS
 from oubliette.server.marks import Mark, unmarked
 from oubliette.server.operations.gate import Gate
@@ -110,7 +110,7 @@ async def running(settings: Settings, *, mark: Mark = unmarked) -> AsyncGenerato
     """A server from its first commit to its last, for whoever owns the event loop."""
     home = Home(settings.home)
     home.make()
-    with HomeLock(home):
+    async with locked(home):
         database = SqliteDatabase(home.database, durability=settings.durability)
         try:
             try:

@@ -1,14 +1,21 @@
 """A home: the folder of one installation, and the lock that lets one process at a time use it."""
 
+import asyncio
+import errno
 import fcntl
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from oubliette.server.errors import Conflict, NotConfigured
+
+LOCK_WITHIN_S = 5.0
+RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,32 @@ def address(path: Path) -> Generator[str]:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
+
+
+@asynccontextmanager
+async def locked(home: Home) -> AsyncGenerator[None]:
+    """Hold the home's lock, for a server. Who serves this home is not waited for, a command with the lock is a moment.
+
+    Raises as `HomeLock` does.
+    """
+    deadline = time.monotonic() + LOCK_WITHIN_S
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(HomeLock(home))
+                break
+            except Conflict:
+                if _is_served(home) or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(RETRY_S)
+        yield
+
+
+def _is_served(home: Home) -> bool:
+    """Whether a server answers at the home's door."""
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+    with address(home.admin_socket) as near, socket.socket(socket.AF_UNIX, kind) as knocking:
+        return knocking.connect_ex(near) in (0, errno.EAGAIN)  # or there are others before us
 
 
 class HomeLock:
