@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from oubliette.server import config
+from oubliette.server.operations.catalogue import OPERATIONS
+from oubliette.server.operations.schemas import schema
 from tests import reference
 
 ROOT = Path(__file__).parent.parent
@@ -133,6 +135,17 @@ def test_a_lock_holds_hashes_and_no_addresses(name: str):
 
 
 NODE_LOCKS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/peers/node/*/package-lock.json"))
+
+
+def test_no_operation_has_what_is_said_to_be_not_offered():
+    text = read("docs/decisions/0025-no-parameter-without-an-effect.md")
+    (listed,) = re.findall(r"Not offered are:\n\n(.*?)\n\n", text, re.DOTALL)
+    absent = {name for line in re.findall(r"^- ([^:]*):", listed, re.MULTILINE) for name in CODE.findall(line)}
+    assert {"model", "mcp_servers", "tools_disallowed", "attachments", "dropped_events"} <= absent
+    shown = json.dumps([schema(kind) for one in OPERATIONS for kind in (one.params, one.result)])
+    names = set(re.findall(r'"(\w+)": ', shown))
+    assert {"session_id", "autonomy", "first_index"} <= names
+    assert not absent & names
 
 
 @pytest.mark.parametrize("name", NODE_LOCKS)
