@@ -467,4 +467,4 @@ async def test_missing_parameters_are_named(here: Scene) -> None:
                 told = await box.ask(method, **params)
                 assert told["error"]["code"] == -32602, (method, params)
             told = await box.ask("oubliette_call_tool", api_key=key["token"], tool="no_such_tool")
-            assert told["error"]["data"]["kind"] == "unknown_tool"
+            assert (told["error"]["code"], told["error"]["data"]["kind"]) == (-32602, "unknown_tool")
