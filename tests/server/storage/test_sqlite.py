@@ -340,3 +340,21 @@ def test_a_log_that_cannot_be_copied_now_is_no_failure(tmp_path: Path, caplog: p
     assert "was not copied" in caplog.text
     other.close()
     restarting.close()
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+async def test_reads_of_one_turn_of_the_loop_share_a_state_that_ends_with_it(
+    tmp_path: Path, durability: Durability
+) -> None:
+    path = tmp_path / "oubliette.db"
+    store = SqliteDatabase(path, durability=durability)
+    beside = sqlite3.connect(path, isolation_level=None)
+    assert await operations(store) == []
+    beside.execute("INSERT INTO audit (at, door, operation, outcome) VALUES (1, 'd', 'beside', 'ok')")
+    assert await operations(store) == [], "nothing has turned yet"
+    await store.write(lambda tx: put(tx, 2, "own"))
+    assert await operations(store) == ["beside", "own"]
+    await asyncio.sleep(0)
+    assert beside.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, "nobody holds an older state"
+    beside.close()
+    await store.close()
