@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         "CTR-SOCKET.2",
         SOCKET,
-        "return msgspec.Raw(await boxed.caller_tool(session_id, asked, connection.instance, hear))",
-        "return [msgspec.Raw(await boxed.caller_tool(session_id, asked, connection.instance, hear))]",
+        "return msgspec.Raw(await self._boxed.caller_tool(session_id, asked, connection.instance, hear))",
+        "return [msgspec.Raw(await self._boxed.caller_tool(session_id, asked, connection.instance, hear))]",
         VALUES,
     ),
     Mutant(

@@ -32,7 +32,7 @@ PROGRESS_STEP = 0.001
 # Until the server has told its own: the specified 60 s and the margin.
 PATIENCE_S = 75.0
 CALLS_MAX = 1024
-HELD_BYTES_MAX = 64 * 1024 * 1024
+HELD_BYTES_MAX = 32 * 1024 * 1024  # half of what the server lets a box have open
 REASON_MAX = 500
 
 SERVER_ERROR = -32000

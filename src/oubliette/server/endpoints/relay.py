@@ -7,7 +7,7 @@ with the connection, to be asked again. Nothing here decides: operations, exchan
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -23,6 +23,7 @@ from oubliette.server.errors import (
     InvalidParams,
     MethodUnknown,
     OublietteError,
+    TooMany,
     Unauthenticated,
     UpgradeRequired,
 )
@@ -36,6 +37,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 WRITE_BUFFER_MAX = 16 * 1024 * 1024
 # Of a box: more than all who may wait for its calls of caller tools, whose waits outlive a connection.
 OPEN_REQUESTS_MAX = 2 * PENDING_CALLS_PER_SESSION * WAITERS_PER_CALL
+# The lines in which they came: twice what a client holds, which asks for all of it again when it comes back.
+OPEN_BYTES_MAX = 64 * 1024 * 1024
 # So long a peer has to read its last words.
 BYE_WAIT_S = 5.0
 
@@ -49,10 +52,11 @@ def decoded(frame: jsonrpc.Frame, kind: type[S]) -> S:
 
 @dataclass(slots=True)
 class Door:
-    """One box's door: the connections that came through it, and how many of their requests are open."""
+    """One box's door: the connections that came through it, and how much of what they asked is open."""
 
     box_id: str
-    open: int = 0  # those of connections that are gone included
+    open: int = 0  # requests, those of connections that are gone included
+    open_bytes: int = 0
     connections: set["Connection"] = field(default_factory=set["Connection"])
 
 
@@ -177,7 +181,7 @@ class Connection(asyncio.Protocol):
         if self.session_id is None:
             self._attach(frame)
         elif isinstance(frame.method, str):
-            self._asked(frame, frame.method)
+            self._asked(frame, frame.method, len(line))
         elif frame.result is not msgspec.UNSET or frame.error is not msgspec.UNSET:
             self._answered(frame)
         else:
@@ -220,30 +224,38 @@ class Connection(asyncio.Protocol):
             self._relay.arrived(self.door, self, asked)
             self.data_received(b"")
 
-    def _asked(self, frame: jsonrpc.Frame, method: str) -> None:
+    def _asked(self, frame: jsonrpc.Frame, method: str, size: int) -> None:
         if frame.id is msgspec.UNSET or frame.id is None:
             self._relay.told(self, method, frame)
             return
         if not isinstance(frame.id, int | str):
             self._refuse(frame, jsonrpc.INVALID_REQUEST, "invalid_request", "an id is a string or an integer")
             return
-        if self.door.open >= OPEN_REQUESTS_MAX:
-            self._refuse(frame, jsonrpc.SERVER_ERROR, "too_many", "too many requests of this box are open")
+        door = self.door
+        if door.open >= OPEN_REQUESTS_MAX or door.open_bytes + size > OPEN_BYTES_MAX:
+            said = f"{door.open} requests of this box with {door.open_bytes} bytes are open: wait for one to end"
+            self.send(jsonrpc.error(frame.id, failures.as_rpc(TooMany(said))))
             return
-        self.door.open += 1
+        door.open += 1
+        door.open_bytes += size
         interest = Interest()
         self._interests.add(interest)
-        self._relay.spawn(self._serve(frame.id, method, frame, interest))
+        self._relay.spawn(self._serve(frame.id, method, frame, size, interest))
 
-    async def _serve(self, request_id: jsonrpc.Id, method: str, frame: jsonrpc.Frame, interest: Interest) -> None:
+    async def _serve(
+        self, request_id: jsonrpc.Id, method: str, frame: jsonrpc.Frame, size: int, interest: Interest
+    ) -> None:
         try:
-            line = jsonrpc.result(request_id, await self._relay.serve(self, method, frame, interest))
+            answer = self._relay.served(self, method, frame, interest)
+            del frame  # it is the whole line, and what is asked in it has been read
+            line = jsonrpc.result(request_id, await answer)
         except jsonrpc.UNREADABLE as error:
             line = jsonrpc.error(request_id, failures.as_rpc(InvalidParams(f"{method}: {error}")))
         except Exception as failure:
             line = jsonrpc.error(request_id, failures.as_rpc(failure))
         finally:
             self.door.open -= 1
+            self.door.open_bytes -= size
             self._interests.discard(interest)
         if len(line) > relay.FRAME_BYTES_MAX:
             too_large = failures.problem(jsonrpc.SERVER_ERROR, "too_large", "the result is over the frame bound")
@@ -385,24 +397,28 @@ class Relay:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection, method: str, frame: jsonrpc.Frame, interest: Interest) -> object:
-        """Answer one request, or raise."""
+    def served(
+        self, connection: Connection, method: str, frame: jsonrpc.Frame, interest: Interest
+    ) -> Awaitable[object]:
+        """Read one request, or raise; awaited, it answers it or raises. Nothing of the frame is kept."""
         assert connection.session_id is not None
         boxed, session_id = self._boxed, connection.session_id
         if connection.role == "client":
             if method == "caller_tool":
-                hear = Hearing(connection)
-                asked = decoded(frame, relay.CallerTool)
-                return msgspec.Raw(await boxed.caller_tool(session_id, asked, connection.instance, hear))
+                return self._caller_tool(connection, session_id, decoded(frame, relay.CallerTool))
             if method == "oubliette_tools":
-                return await boxed.oubliette_tools(session_id, decoded(frame, relay.OublietteTools), interest)
+                return boxed.oubliette_tools(session_id, decoded(frame, relay.OublietteTools), interest)
             if method == "oubliette_call_tool":
-                return await boxed.oubliette_call_tool(session_id, decoded(frame, relay.OublietteCallTool), interest)
+                return boxed.oubliette_call_tool(session_id, decoded(frame, relay.OublietteCallTool), interest)
             if method == "session_message":
-                return await boxed.session_message(session_id, decoded(frame, relay.SessionMessage), interest)
+                return boxed.session_message(session_id, decoded(frame, relay.SessionMessage), interest)
             if method == "session_events":
-                return await boxed.session_events(session_id, decoded(frame, relay.SessionEvents), interest)
+                return boxed.session_events(session_id, decoded(frame, relay.SessionEvents), interest)
         raise MethodUnknown(f"method not found: {method[:80]}")
+
+    async def _caller_tool(self, connection: Connection, session_id: str, asked: relay.CallerTool) -> object:
+        hear = Hearing(connection)
+        return msgspec.Raw(await self._boxed.caller_tool(session_id, asked, connection.instance, hear))
 
     def told(self, connection: Connection, method: str, frame: jsonrpc.Frame) -> None:
         """Take a notification; one that is unknown or wrong is dropped with a log line."""
