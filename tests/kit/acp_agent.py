@@ -101,6 +101,9 @@ class Agent:
             self.write("x" * item["n"])
         elif name == "long-say":
             self.say("y" * item["n"])
+        elif name == "ask":
+            for number in range(item["n"]):
+                self.send(id=f"{number}".ljust(item["size"], "i"), method="fs/read_text_file", params={})
         elif name == "trickle":
             for _ in range(item["n"]):
                 time.sleep(item["s"])

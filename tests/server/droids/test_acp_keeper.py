@@ -72,6 +72,17 @@ async def test_long_lines_pass_a_keeper_that_holds_one_megabyte(tmp_path: Path) 
         assert said == "y" * 3_000_000 + "".join(f"{number} " for number in range(5000))
 
 
+async def test_an_agent_that_asks_and_does_not_read_is_ended(tmp_path: Path) -> None:
+    """Pipe, keeper and server hold what they hold; after that it is over."""
+    async with kept(tmp_path, AGENT) as (made, box), behind(box, made) as server:
+        droid = await server.start()
+        outcome = await server.turn(droid, json.dumps([{"act": "ask", "n": 150, "size": 200_000}]))
+        assert (outcome.stop_reason, outcome.error_kind) == ("error", "input_unread")
+        assert await made.rows("SELECT * FROM process_input") == []
+        await droid.stop()
+        assert await made.rows("SELECT state FROM processes") == [("ended",)]
+
+
 async def test_the_droid_and_its_open_turn_outlive_servers(tmp_path: Path) -> None:
     """Each server lives for a few commits; the turn ends as if one had lived through."""
     steps: list[Any] = [{"say": "begin"}]

@@ -13,6 +13,7 @@ import pytest
 from oubliette.server.droids.acp import AcpDroid
 from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile, Outcome
+from oubliette.server.droids.processes import UNSENT_BYTES_MAX, UNSENT_MAX
 from oubliette.server.errors import BoxFailed, DroidFailed
 from tests.kit import acp_agent, leaks
 from tests.kit.droid_world import Server, World, serving, world
@@ -207,6 +208,27 @@ async def test_a_request_that_is_not_offered_is_refused(tmp_path: Path) -> None:
             server, droid, {"id": "r1", "method": "fs/read_text_file", "params": {"path": "/etc/passwd"}}
         )
         assert json.loads(outcome.text) == {"code": -32601, "message": "not offered here: fs/read_text_file"}
+
+
+@pytest.mark.parametrize("n, size", [(UNSENT_MAX + 1, 4), (40, UNSENT_BYTES_MAX // 32)], ids=["many", "large"])
+async def test_an_agent_that_asks_and_does_not_read_is_ended(tmp_path: Path, n: int, size: int) -> None:
+    async with started(tmp_path, patience=Patience()) as (made, server, droid):
+        await server.begin(1, "")
+        made.keeper.takes_at_most = 1  # the prompt
+        await droid.prompt(1, json.dumps([{"act": "ask", "n": n, "size": size}]))
+        outcome = await server.session.over()
+        assert (outcome.stop_reason, outcome.error_kind) == ("error", "input_unread")
+        assert outcome.error is not None
+        assert outcome.error.startswith("the droid does not read: ")
+        await server.session.until(lambda session: bool(session.losses))
+        assert made.keeper.running == []
+        assert await made.rows("SELECT * FROM process_input") == []
+
+
+async def test_an_agent_that_asks_much_and_reads_is_answered(tmp_path: Path) -> None:
+    async with started(tmp_path, patience=Patience()) as (_, server, droid):
+        asked = {"act": "ask", "n": UNSENT_MAX // 2, "size": 4}
+        assert (await turn(server, droid, asked)).stop_reason == "end_turn"
 
 
 async def test_a_turn_that_does_not_stop_is_killed(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ means is decided in memory, collected in a `Draft`, and stored in one unit with 
 Chunks of text alone wait for 100 ms or 4 KiB; everything else is stored at once. A server that dies at any point
 leaves either both the line and its meaning, or neither.
 
-An agent that does not answer while it is being opened (30 s each for `initialize`, the session, its mode), or does not
-stop when its turn is cancelled (5 s), has its process group killed. A turn is cancelled when it gives no sign of life
-for too long, and when it takes too long in all (two settings). `end_turn` is not taken for success, and an unknown
-stop reason ends the turn under that word.
+An agent that does not answer while it is being opened (30 s each for `initialize`, the session, its mode), that does
+not stop when its turn is cancelled (5 s), or that asks and does not read what it is answered, has its process group
+killed. A turn is cancelled when it gives no sign of life for too long, and when it takes too long in all (two
+settings). `end_turn` is not taken for success, and an unknown stop reason ends the turn under that word.
 """
 
 import asyncio
@@ -280,7 +280,11 @@ class AcpDroid:
                 break
         while self._commands and draft.ended is None:
             self._obey(draft, self._commands.popleft())
+        if not process.has_room(draft.inputs):
+            self._dialogue.fail("input_unread", "the droid does not read: too much input waits for it")
         self._look_at_clocks(draft)
+        if self._dialogue.failure is not None:
+            draft.inputs.clear()  # nothing is said any more to one that is killed
         if self._is_due(draft):
             await self._commit(draft)
         elif lines:

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 STDIN_CHUNK_BYTES = 512 * 1024
 LAST_WORDS_BYTES = 4096
+# Of input, what may wait for a process that does not read: several of the longest prompts.
+UNSENT_BYTES_MAX = 16 * 1024 * 1024
+UNSENT_MAX = 1024
 EARLY_FRAMES_MAX = 4096  # what a keeper may say in the moment before its rows are read
 SIGNAL_WAIT_S = 5.0
 RETRY_S = 0.5
@@ -184,6 +187,11 @@ class Process:
         self._written = start + len(data)
         self._wants_input.set()
         self._start_sender()
+
+    def has_room(self, inputs: Sequence[Input]) -> bool:
+        """Whether so much more may wait for it: what it does not read is ours to keep."""
+        waiting = self._written - self._accepted + sum(len(one.data) for one in inputs)
+        return waiting <= UNSENT_BYTES_MAX and len(self._unsent) + len(inputs) <= UNSENT_MAX
 
     def close_input(self) -> None:
         """Its stdin ends after what was written so far."""
