@@ -5,7 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from oubliette.server.droids.translation import FINISHED_CALLS_KEPT, IGNORED, Call, Chunk, translate, usage
+from oubliette.server.droids.translation import (
+    FINISHED_CALLS_KEPT,
+    IGNORED,
+    OPEN_CALLS_KEPT,
+    Call,
+    Chunk,
+    translate,
+    usage,
+)
 from oubliette.wire.events import Event, Plan, ToolCall, ToolResult, Usage, Warn
 
 
@@ -164,6 +172,35 @@ def test_only_the_newest_finished_calls_are_remembered() -> None:
     assert still.calls is not None
     assert len(still.calls) == FINISHED_CALLS_KEPT + 1
     assert "t99" in still.calls
+
+
+def test_of_calls_that_never_end_the_oldest_are_forgotten() -> None:
+    calls: dict[str, Call] = {}
+    for number in range(OPEN_CALLS_KEPT + 5):
+        calls = dict(translate(call(toolCallId=f"t{number}"), 1, calls).calls or {})
+        calls = dict(translate(update(toolCallId="t0", status="in_progress"), 1, calls).calls or {})
+    assert len(calls) == OPEN_CALLS_KEPT
+    assert "t0" in calls, "of this one something was heard since"
+    assert "t1" not in calls
+    for number in range(FINISHED_CALLS_KEPT + 5):
+        calls = dict(translate(call(toolCallId=f"e{number}", status="completed"), 1, calls).calls or {})
+    assert len(calls) == OPEN_CALLS_KEPT + FINISHED_CALLS_KEPT
+
+
+def test_of_a_call_no_more_is_remembered_than_tells_it_from_others() -> None:
+    """What the agent says of it goes to the log whole, once; what is remembered is stored with every step."""
+    long, other = "x" * 100_000 + "1", "x" * 100_000 + "2"
+    begun = translate(call(toolCallId=long, title=long, kind=long), 1, {})
+    assert begun.events == [ToolCall(tool_call_id=long, tool_name=long, kind=long, turn=1)]
+    calls = begun.calls or {}
+    assert len(msgspec.json.encode(calls)) < 2000
+    assert translate(update(toolCallId=long, status="in_progress"), 1, calls).events == []
+    (result,) = translate(update(toolCallId=long, status="completed"), 1, calls).events
+    assert isinstance(result, ToolResult)
+    assert result.tool_call_id == long
+    assert result.tool_name is not None
+    assert len(result.tool_name) < 1000
+    assert translate(update(toolCallId=other), 1, calls).begins_call, "another call"
 
 
 def test_every_event_of_a_translation_is_one_that_the_wire_knows() -> None:

@@ -24,7 +24,10 @@ from oubliette.server.droids.peer import as_object
 from oubliette.wire.events import Event, Plan, ToolCall, ToolResult, Usage, Warn
 
 SHOWN_CHARS = 2000
+# Of a turn's calls these are remembered, and so much of each: it is stored anew with everything that the agent says.
+OPEN_CALLS_KEPT = 128
 FINISHED_CALLS_KEPT = 32
+REMEMBERED_CHARS = 300
 
 # Known, and of no use to a log: they describe the agent's own menus.
 IGNORED = frozenset(
@@ -130,19 +133,24 @@ def _tool(update: Mapping[str, Any], turn: int | None, calls: Mapping[str, Call]
     call_id = update.get("toolCallId")
     if not isinstance(call_id, str):
         return None
-    before = calls.get(call_id)
+    key = _remembered_as(call_id)
+    before = calls.get(key)
     known = before or Call()
     raw_input = update.get("rawInput")
+    title, kind = _text_or_none(update.get("title")), _text_or_none(update.get("kind"))
     now = Call(
-        name=_text_or_none(update.get("title")) or known.name,
-        kind=_text_or_none(update.get("kind")) or known.kind,
+        name=_shortened(title) or known.name,
+        kind=_shortened(kind) or known.kind,
         arguments=_digest(raw_input) if raw_input is not None else known.arguments,
         result=known.result,
     )
+    name = title or now.name
     events: list[Event] = []
     if before is None or now != before:
         arguments = raw_input if now.arguments != known.arguments else None
-        events.append(ToolCall(tool_call_id=call_id, tool_name=now.name, kind=now.kind, arguments=arguments, turn=turn))
+        events.append(
+            ToolCall(tool_call_id=call_id, tool_name=name, kind=kind or now.kind, arguments=arguments, turn=turn)
+        )
     status = update.get("status")
     content = update.get("rawOutput") if update.get("rawOutput") is not None else update.get("content")
     if status in _ENDS or (known.result is not None and content is not None):
@@ -150,18 +158,27 @@ def _tool(update: Mapping[str, Any], turn: int | None, calls: Mapping[str, Call]
         result = _digest([is_error, content])
         if result != known.result:
             events.append(
-                ToolResult(tool_call_id=call_id, tool_name=now.name, is_error=is_error, content=content, turn=turn)
+                ToolResult(tool_call_id=call_id, tool_name=name, is_error=is_error, content=content, turn=turn)
             )
         now = msgspec.structs.replace(now, result=result)
-    return Meaning(events=events, calls=_with(calls, call_id, now), begins_call=before is None)
+    return Meaning(events=events, calls=_with(calls, key, now), begins_call=before is None)
 
 
-def _with(calls: Mapping[str, Call], call_id: str, call: Call) -> dict[str, Call]:
-    """The calls with this one; of those that ended only the newest are remembered."""
-    after = {known: one for known, one in calls.items() if known != call_id}
-    after[call_id] = call
+def _shortened(text: str | None) -> str | None:
+    return text if text is None or len(text) <= REMEMBERED_CHARS else text[:REMEMBERED_CHARS] + "…"
+
+
+def _remembered_as(call_id: str) -> str:
+    return call_id if len(call_id) <= REMEMBERED_CHARS else _digest(call_id)
+
+
+def _with(calls: Mapping[str, Call], key: str, call: Call) -> dict[str, Call]:
+    """The calls with this one; only the newest are remembered, of those that are open and of those that ended."""
+    after = {known: one for known, one in calls.items() if known != key}
+    after[key] = call
+    opened = [known for known, one in after.items() if one.result is None]
     ended = [known for known, one in after.items() if one.result is not None]
-    for known in ended[:-FINISHED_CALLS_KEPT]:
+    for known in (*opened[:-OPEN_CALLS_KEPT], *ended[:-FINISHED_CALLS_KEPT]):
         del after[known]
     return after
 
