@@ -18,6 +18,9 @@ import pytest
 
 import oubliette
 from oubliette import Caller
+from oubliette.server.containers import host
+from oubliette.server.containers.boxes import MARK
+from oubliette.server.containers.folders import Folder
 from oubliette.server.operations.catalogue import OPERATIONS
 from tests.kit.inhabitants import Namespace, inhabitants, namespace
 from tests.kit.lender import lending, working
@@ -467,3 +470,29 @@ async def test_a_caller_killed_in_the_middle_of_its_tool_is_asked_again(tmp_path
     assert two.ran == [7]
     assert again["request_id"] == first["request_id"]
     assert again["redelivery"] >= 1
+
+
+# -- the keeper is killed ---------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_keeper_of_a_box_without_walls_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What fled from the droid's process group is found by the mark that everything in such a box bears."""
+    async with (
+        ServerProcess(tmp_path / "home", runtime="process", unsafe_no_sandbox=True) as server,
+        scene(server) as here,
+        here.caller() as caller,
+    ):
+        flee = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
+        session_id = await here.start(caller, [{"sh": flee}, {"say": "$last"}], context=lent())
+        fled = host.find(int((await here.turn(session_id)).worked().text))
+        assert fled is not None
+        note = Folder(here.folder(session_id)).read()
+        assert note is not None
+        started = {pid: host.arguments(pid) for pid in host.marked(f"{MARK}={note.box_id}".encode())}
+        assert fled.pid in started
+        assert any("client" in argv for argv in started.values()), "the droid's MCP server bears it too"
+        os.kill(int(note.handle["pid"]), signal.SIGKILL)
+        await server.ask("session_end", session_id=session_id)
+        async with asyncio.timeout(20):
+            while fled.is_alive() or host.marked(f"{MARK}={note.box_id}".encode()):
+                await asyncio.sleep(0.05)

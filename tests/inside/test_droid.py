@@ -304,7 +304,8 @@ async def test_noise_of_an_mcp_server_is_passed_over(tmp_path: Path) -> None:
 
 
 async def test_programs_see_the_environment_that_they_were_given_and_nothing_else(tmp_path: Path) -> None:
-    async with asyncio.timeout(20), hosted(argv(), environment(tmp_path)) as agent:
+    given = {**environment(tmp_path), droid.MARK: "box_1"}
+    async with asyncio.timeout(20), hosted(argv(), given) as agent:
         session = await agent.open(tmp_path, (tools(OUBLIETTE_SOCKET="/mcp/relay.sock"),))
         steps = [{"tool": "ant_environment"}, {"sh": "env | cut -d= -f1 | sort | tr '\\n' ' '"}, {"say": "$last"}]
         assert await agent.prompt(session, plan(*steps)) == "end_turn"
@@ -315,8 +316,11 @@ async def test_programs_see_the_environment_that_they_were_given_and_nothing_els
             "PATH": "/usr/bin:/bin",
             "LANG": "C.UTF-8",
             "OUBLIETTE_SOCKET": "/mcp/relay.sock",
+            "OUBLIETTE_BOX": "box_1",
         }
-        assert set(agent.host.text.split()) <= {"HOME", "PATH", "LANG", "PWD", "SHLVL", "OLDPWD", "_"}
+        shown = set(agent.host.text.split())
+        assert "OUBLIETTE_BOX" in shown
+        assert shown <= {"HOME", "PATH", "LANG", "PWD", "SHLVL", "OLDPWD", "_", "OUBLIETTE_BOX"}
 
 
 async def test_a_command_is_bounded_in_output_and_time(tmp_path: Path) -> None:

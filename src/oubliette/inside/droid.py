@@ -64,6 +64,8 @@ REPEAT_MAX = 100_000
 SECONDS_MAX = 3600.0
 SHOWN_STEPS = 20
 HISTORY_BYTES_MAX = 1024 * 1024
+# What a box without walls is found by, when something in it is cut off from its keeper. No secret.
+MARK = "OUBLIETTE_BOX"
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32700, -32600, -32601, -32602, -32603
 PLAN_FAILED = -32000
@@ -289,7 +291,10 @@ class Connection:
 def own_environment() -> Dict[str, str]:
     """What every program that the droid starts is told of the droid's own environment, and no more."""
     defaults = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8"}
-    return {name: os.environ.get(name, default) for name, default in defaults.items()}
+    environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if MARK in os.environ:
+        environment[MARK] = os.environ[MARK]
+    return environment
 
 
 class Result(NamedTuple):
