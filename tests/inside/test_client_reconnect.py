@@ -159,6 +159,51 @@ async def test_a_cancel_that_a_dying_server_did_not_hear_is_told_to_the_next(box
         assert len(relay.of(CallerTool)) == 3
 
 
+async def test_a_cancel_is_told_to_every_server_until_one_has_shown_that_it_heard(box: Box) -> None:
+    """It has when it answers what was sent behind the cancel; before that, it may have died first."""
+    async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay) as host:
+        before = host.call("ant_echo", {"n": 1})
+        open_then = await relay.take(CallerTool)
+        cancelled = host.call("ant_echo", {"n": 2})
+        key = (await relay.take(CallerTool)).params.call_key
+        host.cancel(cancelled)
+        await relay.take(Cancel)
+        open_then.reply("of before")
+        await before
+        for _ in range(2):
+            await relay.stop()
+            await relay.listen()
+            assert (await relay.take(Cancel)).params.call_key == key
+        last = host.call("ant_echo", {"n": 3})
+        (await relay.take(CallerTool)).reply("heard")
+        await last
+        await relay.stop()
+        await relay.listen()
+        pending = host.call("ant_echo", {"n": 4})
+        (await relay.take(CallerTool)).reply("ok")
+        await pending
+        assert len(relay.of(Cancel)) == 3
+
+
+async def test_a_server_that_answers_what_is_asked_again_has_heard_the_cancels_before_it(box: Box) -> None:
+    async with RelayServer(box.folder, tools=[ECHO]) as relay, box.talk(relay) as host:
+        kept, cancelled = host.call("ant_echo", {"n": 1}), host.call("ant_echo", {"n": 2})
+        await relay.take_many(2, CallerTool)
+        host.cancel(cancelled)
+        await relay.take(Cancel)
+        await relay.stop()
+        await relay.listen()
+        await relay.take(Cancel)
+        (await relay.take(CallerTool)).reply("once more")
+        await kept
+        await relay.stop()
+        await relay.listen()
+        last = host.call("ant_echo", {"n": 3})
+        (await relay.take(CallerTool)).reply("ok")
+        await last
+        assert len(relay.of(Cancel)) == 2
+
+
 async def test_calls_to_a_lost_server_fail_by_name_at_the_deadline_that_it_told(box: Box) -> None:
     async with RelayServer(box.folder, tools=[ECHO]) as relay:
         patience(relay, 0.4, 0.2)

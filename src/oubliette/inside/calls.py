@@ -62,7 +62,8 @@ class Calls:
         self._open: Dict[int, Call] = {}
         self._by_id: Dict[Id, int] = {}  # the agent's id of a call: ours
         self._unsent: Set[int] = set()
-        self._cancels: Dict[int, bytes] = {}  # by call: cancels that the server may not have heard
+        # By call: cancels that the server may not have heard, and the first request that went behind each.
+        self._cancels: Dict[int, Tuple[bytes, int]] = {}
         self._heard: Dict[int, float] = {}  # the last number that went to the agent as progress
         self._beaten: Dict[int, float] = {}  # when
         self._held_bytes = 0
@@ -134,9 +135,12 @@ class Calls:
             self._unsent.discard(number)
         return call
 
-    def settled(self, number: int) -> None:
-        """The server answered a call that nobody waits for any more: it has heard the cancel."""
-        self._cancels.pop(number, None)
+    def answered(self, number: int) -> None:
+        """The server answered this request: it has heard every cancel that went before it, and that of its own call."""
+        if self._cancels:
+            heard = [call for call, (_, behind) in self._cancels.items() if behind <= number or call == number]
+            for call in heard:
+                del self._cancels[call]
 
     def cancel(self, request_id: Id, reason: object) -> None:
         """The agent wants no answer any more; ids that are not open are none of our business."""
@@ -151,9 +155,9 @@ class Calls:
     def linked(self) -> None:
         """The link is (again) attached: say what the server missed, then every open call under its old key."""
         self.is_linked = True
-        for frame in self._cancels.values():
+        for number, (frame, _) in self._cancels.items():
             self._to_server(frame)
-        self._cancels.clear()
+            self._cancels[number] = (frame, FIRST_ID)  # whatever is asked on this link goes behind it
         self._unsent.clear()
         for call in self._open.values():
             self._to_server(call[2])
@@ -240,10 +244,11 @@ class Calls:
             self._tell_cancel(number, call, reason)
 
     def _tell_cancel(self, number: int, call: Call, reason: str) -> None:
-        """Cancel a call that the server has; said again on the next link unless the server has ended the call."""
+        """Cancel a call that the server has; said again on every link until the server has shown that it heard."""
         parameters = {"call_key": call[3], "reason": reason[:REASON_MAX]}
         text = '{"jsonrpc":"2.0","method":"cancel","params":%s}\n' % encode(parameters)
-        frame = self._cancels[number] = text.encode("utf-8", "replace")
+        frame = text.encode("utf-8", "replace")
+        self._cancels[number] = (frame, self.next_id)
         if len(self._cancels) > CALLS_MAX:
             del self._cancels[next(iter(self._cancels))]
         if self.is_linked:

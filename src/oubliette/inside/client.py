@@ -240,12 +240,11 @@ class Client:
             self.calls.frame_bytes_max = bound
 
     def _answered(self, number: int, message: Json) -> None:
+        self.calls.answered(number)
         call = self.calls.end(number)
         if call is None:
             if number == self._asking:
                 self._take_platform(message)
-            else:
-                self.calls.settled(number)
             return
         request_id, name, _, _, _, _, modern, kind = call
         problem: Any = message.get("error")
