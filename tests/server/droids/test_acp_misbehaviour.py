@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from oubliette.server.droids import processes
 from oubliette.server.droids.acp import AcpDroid
 from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile, Outcome
@@ -356,6 +357,21 @@ async def test_input_that_a_keeper_cannot_take_now_is_offered_again(tmp_path: Pa
         made.keeper.refusals = [DroidFailed("the keeper refused: the process takes no more input")]
         outcome = await turn(server, droid, patient, DONE, number=2)
         assert outcome.error == "its input was refused: the keeper refused: the process takes no more input"
+
+
+async def test_a_keeper_that_does_not_answer_is_asked_again_and_its_droid_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "KEEPER_ANSWER_S", 0.1)
+    async with started(tmp_path, patience=Patience(silence_s=20)) as (made, server, droid):
+        await server.begin(1, "")
+        made.keeper.takes_input = False
+        before = len(made.keeper.requests)
+        await droid.prompt(1, json.dumps([{"act": "say", "text": "at last"}, DONE]))
+        while len(made.keeper.requests) < before + 2:
+            await asyncio.sleep(0.01)
+        made.keeper.takes_input = True
+        assert (await server.session.over()).text == "at last"
 
 
 async def test_a_lying_keeper_costs_the_droid_and_nothing_else(tmp_path: Path) -> None:

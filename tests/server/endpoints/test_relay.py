@@ -133,3 +133,17 @@ async def test_a_keepers_refusal_says_whether_to_try_again() -> None:
 async def test_a_refusal_of_the_wrong_shape_is_one_all_the_same(error: bytes) -> None:
     failure = await refused(error)
     assert (failure.message, failure.retryable) == ("the keeper refused, and its reason was not understood", False)
+
+
+async def test_a_keeper_that_is_not_waited_for_any_more_may_still_answer() -> None:
+    connection = Connection(Door("box_1"), cast(Relay, None))
+    connection.connection_made(Wire())
+    connection.session_id = "s"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await connection.request("stdin", {})
+    connection.data_received(b'{"jsonrpc":"2.0","id":1,"result":{}}\n')
+    asking = asyncio.get_running_loop().create_task(connection.request("stdin", {}))
+    await asyncio.sleep(0)
+    connection.data_received(b'{"jsonrpc":"2.0","id":2,"result":{"stdin_offset":7}}\n')
+    assert await asking == b'{"stdin_offset":7}'

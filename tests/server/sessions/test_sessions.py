@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from oubliette.server import app
 from oubliette.server.app import LOCAL
 from oubliette.server.caller_tools.exchange import Exchange
+from oubliette.server.droids import processes
+from oubliette.server.droids.acp import AcpDroid, AcpDroids
+from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.profiles import builtin
 from oubliette.server.errors import (
     Conflict,
@@ -791,6 +797,45 @@ async def test_commands_run_without_isolation_only_where_that_was_asked_for(tmp_
         project = await here.project()
         done = await here.run(project, '[{"sh": "echo from the workspace"}, {"say": "$last"}]')
         assert "from the workspace" in done["result"]
+
+
+async def test_a_session_whose_keeper_stands_still_does_not_wait_for_it_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "KEEPER_ANSWER_S", 0.3)
+    usual = AcpDroids.start
+
+    async def frozen(self: AcpDroids, session: Any, box: Any, *, api_key: str | None = None) -> AcpDroid:
+        os.kill(int(box.box.handle["pid"]), signal.SIGSTOP)
+        return await usual(self, session, box, api_key=api_key)
+
+    monkeypatch.setattr(AcpDroids, "start", frozen)
+    async with asyncio.timeout(60), world(tmp_path / "h", runtime="process") as here:
+        project = await here.project()
+        told = await here.run(project, '[{"say": "x"}]')
+        error = await until(here, told["session_id"], "error")
+        assert (error["kind"], error["message"]) == (
+            "box_failed",
+            "the box's keeper did not answer start within 0.3 s",
+        )
+        await here.ask("session_watch", session_id=told["session_id"], until="end", wait_seconds=20)
+        assert (await here.ask("session_get", session_id=told["session_id"]))["status"] == "failed"
+        assert await here.rows("SELECT state FROM processes") == [("ended",)]
+        assert await here.rows("SELECT state FROM boxes") == [("ended",)]
+
+
+async def test_a_turn_whose_keeper_stands_still_ends_and_the_next_has_another_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(app, "Patience", functools.partial(Patience, cancel_s=0.3, kill_s=0.3))
+    async with asyncio.timeout(60), world(tmp_path / "h", runtime="process", turn_silence_s=1) as here:
+        project = await here.project()
+        assert (await here.run(project, '[{"say": "x"}]'))["result"] == "x"
+        ((handle,),) = await here.rows("SELECT handle FROM boxes WHERE state = 'running'")
+        os.kill(int(json.loads(handle)["pid"]), signal.SIGSTOP)
+        told = await here.run(project, '[{"say": "y"}]')
+        assert told["error"].startswith("the droid gave no sign of life for 1 s of its turn, and ")
+        assert (await here.run(project, '[{"say": "z"}]'))["result"] == "z"
 
 
 async def test_where_boxes_cannot_be_made_a_session_is_refused_with_the_package_to_install(

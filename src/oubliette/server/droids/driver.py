@@ -64,7 +64,7 @@ class Session(Protocol):
 
 
 class KeeperLink(Protocol):
-    """A connected keeper. Requests raise `BoxFailed` when the keeper goes before it answered."""
+    """A connected keeper. Requests raise `BoxFailed` when it goes before it answered; the asker has a deadline."""
 
     async def request(self, method: str, params: object) -> bytes:
         """The raw JSON of the result."""

@@ -36,6 +36,7 @@ LAST_WORDS_BYTES = 4096
 UNSENT_BYTES_MAX = 16 * 1024 * 1024
 UNSENT_MAX = 1024
 EARLY_FRAMES_MAX = 4096  # what a keeper may say in the moment before its rows are read
+KEEPER_ANSWER_S = 30.0
 SIGNAL_WAIT_S = 5.0
 RETRY_S = 0.5
 LOOK_EVERY_S = 1.0
@@ -68,6 +69,16 @@ class Exit:
 
     def __str__(self) -> str:
         return f"killed by signal {self.signal}" if self.signal is not None else f"exit code {self.code}"
+
+
+async def _asked(link: KeeperLink, method: str, params: object, within_s: float | None = None) -> bytes:
+    """What the keeper answers. Raises `BoxFailed` for one that is there and stands still."""
+    patience_s = KEEPER_ANSWER_S if within_s is None else within_s
+    try:
+        async with asyncio.timeout(patience_s):
+            return await link.request(method, params)
+    except TimeoutError:
+        raise BoxFailed(f"the box's keeper did not answer {method} within {patience_s:g} s") from None
 
 
 class Process:
@@ -248,8 +259,9 @@ class Process:
 
     async def _offer(self, link: KeeperLink, data: bytes, *, eof: bool) -> int:
         encoded = base64.b64encode(data).decode()
-        answer = await link.request(
-            "stdin", {"process": self.id, "offset": self._accepted, "data": encoded, "eof": eof}
+        # The keeper answers once there is room for more; meanwhile, the same again does no harm.
+        answer = await _asked(
+            link, "stdin", {"process": self.id, "offset": self._accepted, "data": encoded, "eof": eof}
         )
         return _accepted(answer).stdin_offset
 
@@ -274,7 +286,7 @@ class Process:
         link = self.link
         if link is None:
             raise BoxFailed("the box's keeper is not connected")
-        await link.request("start", {"process": self.id, "argv": list(argv), "env": env, "cwd": cwd})
+        await _asked(link, "start", {"process": self.id, "argv": list(argv), "env": env, "cwd": cwd})
         self.state = "running"
 
         async def note(tx: Tx) -> None:
@@ -377,9 +389,8 @@ class Process:
         if link is None:
             return
         try:
-            async with asyncio.timeout(SIGNAL_WAIT_S):
-                await link.request("signal", {"process": self.id, "signal": name})
-        except (OublietteError, TimeoutError):
+            await _asked(link, "signal", {"process": self.id, "signal": name}, SIGNAL_WAIT_S)
+        except OublietteError:
             logger.warning("a signal was not delivered", extra={"process_id": self.id, "signal": name})
 
     async def finish(self, also: Callable[[Tx], Awaitable[Any]] | None = None) -> Any:
@@ -486,9 +497,8 @@ class Processes:
         if state.exit_code is not None or state.exit_signal is not None:
             return
         try:
-            async with asyncio.timeout(SIGNAL_WAIT_S):
-                await link.request("signal", {"process": state.process, "signal": "KILL"})
-        except (OublietteError, TimeoutError):
+            await _asked(link, "signal", {"process": state.process, "signal": "KILL"}, SIGNAL_WAIT_S)
+        except OublietteError:
             logger.warning("a process without a row was not killed", extra={"process_id": state.process})
 
     def detached(self, box_id: str, link: KeeperLink) -> None:

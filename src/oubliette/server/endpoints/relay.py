@@ -274,10 +274,13 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             raise BoxFailed("the keeper is not connected")
         self._ids += 1
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[self._ids] = future
-        self.send(jsonrpc.request(self._ids, method, params))
-        return await future
+        request_id = self._ids
+        future = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        self.send(jsonrpc.request(request_id, method, params))
+        try:
+            return await future
+        finally:
+            self._waiting.pop(request_id, None)
 
     def notify(self, method: str, params: object) -> None:
         self.send(jsonrpc.notification(method, params))
