@@ -191,6 +191,13 @@ MUTANTS = (
         LATE,
     ),
     Mutant(
+        "CTR-TIMEOUT.1",
+        "server/app.py",
+        "timeout_s=settings.caller_tool_timeout_s,\n            timeout_max_s",
+        "timeout_s=60.0,\n            timeout_max_s",
+        "test_relay.py::test_a_servers_own_time_ends_a_call_where_session_and_tool_say_nothing",
+    ),
+    Mutant(
         "CTR-TIMEOUT.2",
         LEDGER,
         "Stimulus.EXPIRE: errors.CallTimeout.kind",

@@ -5,6 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,29 @@ async def test_the_time_is_60_seconds_unless_told_otherwise(here: Scene) -> None
             request = await caller.request()
             assert request["deadline_at"] - request["at"] == pytest.approx(60)
             await caller.answer(request)
+
+
+@pytest.mark.seed("CTR-TIMEOUT.1")
+async def test_a_servers_own_time_ends_a_call_where_session_and_tool_say_nothing(tmp_path: Path) -> None:
+    patient = {**ANY, "name": "patient", "timeoutSeconds": 30}
+    async with (
+        ServerProcess(tmp_path / "home", caller_tool_timeout_s=0.6) as server,
+        scene(server) as here,
+        here.caller() as caller,
+    ):
+        session_id = await here.rest(caller, context=lent([ANY, patient]))
+        async with here.door(session_id) as box:
+            assert (await box.attach())["result"]["call_timeout_s"] == 0.6
+            long = await box.request("caller_tool", tool="patient", arguments={})
+            request = await caller.request()
+            began = time.monotonic()
+            told = await box.ask("caller_tool", tool="any", arguments={})
+            waited = time.monotonic() - began
+            assert told["error"]["data"] == {"kind": "timeout", "retryable": False}
+            assert "0.6 seconds" in told["error"]["message"]
+            assert 0.5 < waited < 3
+            await caller.answer(request, "a tool's own time counts more")
+            assert (await box.answer(long))["result"] == "a tool's own time counts more"
 
 
 async def test_an_answer_after_three_quarters_of_the_time_is_delivered(here: Scene) -> None:
