@@ -1,14 +1,16 @@
 """Any of the parties is killed at any named commit point, and the droid's call succeeds inside its deadline.
 
+What is shown of which point, by whose death and with whose caller, is a matrix that the tests fill as they are read.
 How often the tool really ran is counted at the caller; the outcome is delivered exactly once.
 """
 
 import asyncio
+import itertools
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from oubliette.server.containers.boxes import MARK
 from oubliette.server.containers.folders import Folder
 from oubliette.server.operations.catalogue import OPERATIONS
 from tests.kit.inhabitants import Namespace, inhabitants, namespace
-from tests.kit.lender import lending, working
+from tests.kit.lender import Lender, lending, working
 from tests.kit.mcp_caller import McpCaller
 from tests.kit.records import records
 from tests.kit.scene import Scene, Turn, lent, planned, scene
@@ -53,17 +55,42 @@ PLAN = [
 ]
 
 
+# Who may be killed: the client for good, or one that comes back with its call key.
+PARTIES = ("server", "client", "returning client", "caller")
+# Whose caller is asked: our library, the official SDK, or lines written by hand. An operation has none.
+CALLERS = ("ours", "the SDK's", "by hand")
+LIBRARIES = ("ours", "the SDK's")
+MATRIX: set[tuple[str, str, str]] = set()
+
+
+def shows(killed: str, *callers: str, points: Sequence[str] = CALL) -> pytest.MarkDecorator:
+    """Run a test at each of these points, with each of these callers where it takes several: rows of the matrix."""
+    MATRIX.update(itertools.product(points, [killed], callers))
+    if len(callers) == 1:
+        return pytest.mark.parametrize("point", points)
+    return pytest.mark.parametrize(("point", "whose"), list(itertools.product(points, callers)))
+
+
 def test_every_commit_point_of_the_product_is_in_the_matrix() -> None:
     source = Path(oubliette.__file__).parent / "server"
     found = {name for path in source.rglob("*.py") for name in re.findall(r'mark\("([^"]+)"\)', path.read_text())}
     assert found == {*CALL, *PROGRESS, *OPERATION}
 
 
+def test_at_every_commit_point_each_party_is_killed_with_each_caller() -> None:
+    wanted = {
+        *itertools.product(CALL, PARTIES, CALLERS),
+        *itertools.product(PROGRESS, ("server", "client", "caller"), LIBRARIES),
+        *itertools.product(OPERATION, ("server", "client", "returning client"), ["nobody's"]),
+    }
+    assert wanted - MATRIX == set()
+
+
 @asynccontextmanager
-async def stage(folder: Path, mark: str) -> AsyncGenerator[tuple[Scene, str]]:
+async def stage(folder: Path, mark: str, *, client_grace_s: float = 1) -> AsyncGenerator[tuple[Scene, str]]:
     """A server with a mark, and a session at rest that may call `work`."""
     async with (
-        ServerProcess(folder / "home", mark=mark, disconnect_grace_s=10, client_grace_s=1) as server,
+        ServerProcess(folder / "home", mark=mark, disconnect_grace_s=10, client_grace_s=client_grace_s) as server,
         scene(server) as here,
         here.caller(stream=False) as starter,
     ):
@@ -134,11 +161,19 @@ async def foreign(here: Scene, session_id: str) -> AsyncGenerator[Foreign]:
             serving.cancel()
 
 
+def peer(
+    whose: str, here: Scene, session_id: str, ran: Path, go: Path | None = None
+) -> AbstractAsyncContextManager[Lender]:
+    """A caller in a process of its own that is there for the session and answers; given `go`, after some progress."""
+    names = (here.server.url, here.server.token, ran, session_id)
+    return lending(*names, go) if whose == "ours" else working(*names, "auto", go)
+
+
 # -- the server is killed ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.seed("CTR-DATA.2")
-@pytest.mark.parametrize("point", CALL)
+@shows("server", "ours")
 async def test_a_killed_server_joins_droid_and_our_caller_again(tmp_path: Path, point: str) -> None:
     ran: list[int] = []
     async with (
@@ -159,7 +194,7 @@ async def test_a_killed_server_joins_droid_and_our_caller_again(tmp_path: Path, 
     assert ran == [7], "the tool ran once"
 
 
-@pytest.mark.parametrize("point", CALL)
+@shows("server", "by hand")
 async def test_a_killed_server_joins_droid_and_a_foreign_caller_again(tmp_path: Path, point: str) -> None:
     async with stage(tmp_path, point) as (here, session_id), foreign(here, session_id) as one:
         await begin(here, session_id)
@@ -171,7 +206,7 @@ async def test_a_killed_server_joins_droid_and_a_foreign_caller_again(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
-@pytest.mark.parametrize("point", CALL)
+@shows("server", "the SDK's")
 async def test_a_killed_server_joins_droid_and_the_sdks_caller_again(tmp_path: Path, point: str, mode: str) -> None:
     ran = tmp_path / "ran"
     async with (
@@ -200,7 +235,7 @@ async def test_a_server_killed_over_and_over_still_delivers_once(tmp_path: Path)
     assert one.ran == [7]
 
 
-@pytest.mark.parametrize("point", OPERATION)
+@shows("server", "nobody's", points=OPERATION)
 async def test_a_killed_server_does_not_do_an_operation_twice(tmp_path: Path, point: str) -> None:
     """The outcome is there with the effect; without either the droid is told so, and nothing is just run again."""
     async with ServerProcess(tmp_path / "home", mark=point) as server, scene(server) as here:
@@ -310,7 +345,7 @@ async def test_a_droid_that_waits_for_its_child_is_joined_with_it_again(tmp_path
         assert len(turn.of("child_started")) == 1
 
 
-@pytest.mark.parametrize("point", PROGRESS)
+@shows("server", "by hand", points=PROGRESS)
 async def test_a_server_killed_over_progress_keeps_the_call(tmp_path: Path, point: str) -> None:
     async with stage(tmp_path, point) as (here, session_id), here.caller() as caller:
         await caller.call("session_events", session_id=session_id, max_events=1)
@@ -330,7 +365,25 @@ async def test_a_server_killed_over_progress_keeps_the_call(tmp_path: Path, poin
         worked_once(here, session_id, await here.turn(session_id, 2))
 
 
+@shows("server", *LIBRARIES, points=PROGRESS)
+async def test_a_server_killed_over_progress_keeps_the_call_of_a_library(
+    tmp_path: Path, point: str, whose: str
+) -> None:
+    ran, go = tmp_path / "ran", tmp_path / "go"
+    async with stage(tmp_path, point) as (here, session_id), peer(whose, here, session_id, ran, go):
+        await begin(here, session_id)
+        assert await here.server.died() == -signal.SIGKILL
+        await here.server.restart()
+        go.touch()
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert ran.read_text() == "7\n", "the tool ran once"
+
+
 # -- the client in the box is killed ----------------------------------------------------------------------------------
+
+
+# One that is killed for good is not waited for.
+FOR_GOOD_S = 0.1
 
 
 def clients(box: Namespace) -> list[int]:
@@ -339,27 +392,120 @@ def clients(box: Namespace) -> list[int]:
     return [pid for pid, argv in found if b"client" in argv]
 
 
-@pytest.mark.parametrize("point", CALL)
+async def lose_client(here: Scene, session_id: str, point: str) -> None:
+    """Kill the client in the box while the server stands at this point; the droid says so, and ends its turn."""
+    box = namespace(here.folder(session_id))
+    assert await here.server.held() == point
+    (client,) = clients(box)
+    os.kill(client, signal.SIGKILL)
+    here.server.go_on()
+    turn = await here.turn(session_id, 2)
+    assert turn.failure, "an agent whose MCP server died does not go on in silence"
+
+
+async def ended_once(here: Scene, session_id: str) -> dict[str, Any]:
+    """The row of a call that has one end in the log."""
+    await here.until(session_id, "caller_tool_resolved")
+    (resolved,) = [event for event in await here.events(session_id) if event["type"] == "caller_tool_resolved"]
+    (row,) = records(here.server.home, "calls", session_id=session_id)
+    assert resolved["outcome"] == row["state"]
+    return row
+
+
+@shows("client", "by hand")
 async def test_a_killed_client_is_an_error_of_its_droid_and_of_nothing_else(tmp_path: Path, point: str) -> None:
     """The droid's MCP server is gone for good: no call hangs, none ends twice, and the next session is fine."""
-    async with stage(tmp_path, f"{point}=") as (here, session_id), foreign(here, session_id) as one:
-        box = namespace(here.folder(session_id))
+    async with (
+        stage(tmp_path, f"{point}=", client_grace_s=FOR_GOOD_S) as (here, session_id),
+        foreign(here, session_id) as one,
+    ):
         await begin(here, session_id)
-        assert await here.server.held() == point
-        (client,) = clients(box)
-        os.kill(client, signal.SIGKILL)
-        here.server.go_on()
-        turn = await here.turn(session_id, 2)
-        assert turn.failure, "an agent whose MCP server died does not go on in silence"
+        await lose_client(here, session_id, point)
+        row = await ended_once(here, session_id)
         assert len(one.ran) <= 1
-        await here.until(session_id, "caller_tool_resolved")
-        (row,) = records(here.server.home, "calls", session_id=session_id)
         assert row["state"] in ("answered", "cancelled")
         fresh = await here.start(one.caller, PLAN, context=lent([WORK]))
         (await here.turn(fresh)).worked()
 
 
-@pytest.mark.parametrize("point", CALL)
+@shows("client", *LIBRARIES)
+async def test_a_killed_client_costs_a_library_no_more_than_one_run(tmp_path: Path, point: str, whose: str) -> None:
+    ran = tmp_path / "ran"
+    async with (
+        stage(tmp_path, f"{point}=", client_grace_s=FOR_GOOD_S) as (here, session_id),
+        peer(whose, here, session_id, ran),
+    ):
+        await begin(here, session_id)
+        await lose_client(here, session_id, point)
+        row = await ended_once(here, session_id)
+        assert row["state"] in ("answered", "cancelled")
+    runs = ran.read_text() if ran.exists() else ""
+    assert runs == "7\n" or (runs == "" and row["state"] == "cancelled")
+
+
+@shows("client", *LIBRARIES, points=PROGRESS)
+async def test_a_client_killed_over_progress_ends_its_call(tmp_path: Path, point: str, whose: str) -> None:
+    ran, go = tmp_path / "ran", tmp_path / "go"
+    async with (
+        stage(tmp_path, f"{point}=", client_grace_s=FOR_GOOD_S) as (here, session_id),
+        peer(whose, here, session_id, ran, go),
+    ):
+        await begin(here, session_id)
+        await lose_client(here, session_id, point)
+        assert (await ended_once(here, session_id))["state"] == "cancelled"
+        go.touch()
+        assert (await ended_once(here, session_id))["state"] == "cancelled", "a late answer changes nothing"
+    assert ran.read_text() == "7\n"
+
+
+@shows("client", "nobody's", points=OPERATION)
+async def test_an_operation_whose_client_is_killed_is_done_once(tmp_path: Path, point: str) -> None:
+    """What a write has begun goes on when nobody is there any more to hear of it."""
+    async with (
+        ServerProcess(tmp_path / "home", mark=f"{point}=", client_grace_s=FOR_GOOD_S) as server,
+        scene(server) as here,
+        here.caller() as caller,
+    ):
+        key = await here.token("write")
+        session_id = await here.rest(caller, oubliette_api_key=key["token"])
+        plan = [
+            {"tool": "oubliette_project_create", "args": {"name": "only one"}, "expect": {"is_error": False}},
+        ]
+        await begin(here, session_id, plan)
+        await lose_client(here, session_id, point)
+        async with asyncio.timeout(10):
+            while not (made := (await server.ask("project_list", name_contains="only one"))["projects"]):
+                await asyncio.sleep(0.02)
+        assert len(made) == 1
+        done = records(server.home, "audit", operation="project_create", token_id=key["id"], outcome="ok")
+        assert [one["target"] for one in done] == [made[0]["id"]]
+
+
+@shows("returning client", "nobody's", points=OPERATION)
+async def test_a_client_that_comes_back_with_its_key_gets_the_outcome_of_its_operation(
+    tmp_path: Path, point: str
+) -> None:
+    async with (
+        ServerProcess(tmp_path / "home", mark=f"{point}=") as server,
+        scene(server) as here,
+        here.caller() as caller,
+    ):
+        key = await here.token("write")
+        session_id = await here.rest(caller)
+        call = {"api_key": key["token"], "tool": "project_create", "arguments": {"name": "one"}, "call_key": "k"}
+        async with here.box(session_id, instance="me") as box:
+            await box.request("oubliette_call_tool", **call)
+            assert await server.held() == point
+            box.abort()
+        server.go_on()
+        async with here.box(session_id, instance="me") as box:
+            told = (await box.ask("oubliette_call_tool", **call))["result"]
+        (made,) = (await server.ask("project_list", name_contains="one"))["projects"]
+        assert told["structuredContent"]["id"] == made["id"]
+        assert len(records(server.home, "audit", operation="project_create", token_id=key["id"], outcome="ok")) == 1
+
+
+@shows("returning client", "by hand")
 async def test_a_client_that_comes_back_with_its_key_gets_the_outcome_once(tmp_path: Path, point: str) -> None:
     call: dict[str, Any] = {"tool": "work", "arguments": {"n": 7}, "call_key": "the same"}
     async with stage(tmp_path, f"{point}=") as (here, session_id), foreign(here, session_id) as one:
@@ -377,16 +523,13 @@ async def test_a_client_that_comes_back_with_its_key_gets_the_outcome_once(tmp_p
     assert one.ran == [7]
 
 
-@pytest.mark.parametrize("whose", ["ours", "the SDK's"])
-@pytest.mark.parametrize("point", CALL)
+@shows("returning client", *LIBRARIES)
 async def test_a_client_that_comes_back_finds_that_the_caller_was_asked_once(
     tmp_path: Path, point: str, whose: str
 ) -> None:
     ran = tmp_path / "ran"
     call: dict[str, Any] = {"tool": "work", "arguments": {"n": 7}, "call_key": "the same"}
-    async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
-        names = (here.server.url, here.server.token, ran, session_id)
-        await stack.enter_async_context(lending(*names) if whose == "ours" else working(*names, "auto"))
+    async with stage(tmp_path, f"{point}=") as (here, session_id), peer(whose, here, session_id, ran):
         async with here.box(session_id, instance="me") as box:
             await box.request("caller_tool", **call)
             assert await here.server.held() == point
@@ -415,7 +558,7 @@ async def test_a_client_that_does_not_come_back_gives_up_its_calls(tmp_path: Pat
 # -- the caller is killed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", CALL)
+@shows("caller", "ours")
 async def test_our_caller_killed_and_started_again_takes_its_calls_up(tmp_path: Path, point: str) -> None:
     ran = tmp_path / "ran"
     async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
@@ -429,7 +572,7 @@ async def test_our_caller_killed_and_started_again_takes_its_calls_up(tmp_path: 
     assert ran.read_text() == "7\n", "the tool ran once"
 
 
-@pytest.mark.parametrize("point", CALL)
+@shows("caller", "by hand")
 async def test_a_foreign_caller_that_is_replaced_loses_no_call(tmp_path: Path, point: str) -> None:
     async with stage(tmp_path, f"{point}=") as (here, session_id):
         async with foreign(here, session_id) as one:
@@ -442,7 +585,7 @@ async def test_a_foreign_caller_that_is_replaced_loses_no_call(tmp_path: Path, p
     assert one.ran + two.ran == [7]
 
 
-@pytest.mark.parametrize("point", CALL)
+@shows("caller", "the SDK's")
 async def test_the_sdks_caller_killed_and_started_again_takes_its_calls_up(tmp_path: Path, point: str) -> None:
     ran = tmp_path / "ran"
     async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
@@ -455,6 +598,22 @@ async def test_the_sdks_caller_killed_and_started_again_takes_its_calls_up(tmp_p
         await stack.enter_async_context(working(*names, "legacy"))
         worked_once(here, session_id, await here.turn(session_id, 2))
     assert ran.read_text() == "7\n", "the tool ran once"
+
+
+@shows("caller", *LIBRARIES, points=PROGRESS)
+async def test_a_caller_killed_over_its_progress_is_asked_again(tmp_path: Path, point: str, whose: str) -> None:
+    """It was in the middle of its tool: nobody but the caller could know better than to run that again."""
+    ran, go = tmp_path / "ran", tmp_path / "go"
+    async with stage(tmp_path, f"{point}=") as (here, session_id), AsyncExitStack() as stack:
+        first = await stack.enter_async_context(peer(whose, here, session_id, ran, go))
+        await begin(here, session_id)
+        assert await here.server.held() == point
+        await first.kill()
+        here.server.go_on()
+        go.touch()
+        await stack.enter_async_context(peer(whose, here, session_id, ran, go))
+        worked_once(here, session_id, await here.turn(session_id, 2))
+    assert ran.read_text() == "7\n7\n"
 
 
 async def test_a_caller_killed_in_the_middle_of_its_tool_is_asked_again(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Callers in processes of their own, to be killed: ours, `python -m tests.kit.lender URL FILE SESSION`, and the SDK's.
+"""Callers in processes of their own, to be killed: ours and the SDK's.
 
-Ours lends one tool, `work`, which writes a line to FILE each time that it really runs. Given a session it takes that
-one up again. It says `ready` once it can be asked.
+Ours, `python -m tests.kit.lender URL FILE SESSION GO`, lends one tool, `work`, which writes a line to FILE each time
+that it really runs. Given a session it takes that one up again. Given GO, the tool tells of its progress, and ends when
+there is a file of that name. It says `ready` once it can be asked.
 """
 
 import asyncio
@@ -30,18 +31,23 @@ class Lender:
 
 
 @asynccontextmanager
-async def lending(url: str, token: str, ran: Path, session_id: str = "") -> AsyncGenerator[Lender]:
+async def lending(
+    url: str, token: str, ran: Path, session_id: str = "", go: Path | None = None
+) -> AsyncGenerator[Lender]:
     """A running lender; killed at the end if it was not before."""
-    command = (sys.executable, "-m", "tests.kit.lender", url, str(ran), session_id)
+    command = (sys.executable, "-m", "tests.kit.lender", url, str(ran), session_id, str(go or ""))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     async with _running(command, token, environment) as lender:
         yield lender
 
 
 @asynccontextmanager
-async def working(url: str, token: str, ran: Path, session_id: str, mode: str) -> AsyncGenerator[Lender]:
+async def working(
+    url: str, token: str, ran: Path, session_id: str, mode: str, go: Path | None = None
+) -> AsyncGenerator[Lender]:
     """The same on the official SDK, in the era that `mode` says: it does the work of a session whose tool is lent."""
-    command = (str(python_peer("mcp-2.3")), str(PEERS / "python" / "worker_2x.py"), url, session_id, str(ran), mode)
+    program = (str(python_peer("mcp-2.3")), str(PEERS / "python" / "worker_2x.py"))
+    command = (*program, url, session_id, str(ran), mode, str(go or ""))
     async with _running(command, token, os.environ) as worker:
         yield worker
 
@@ -62,14 +68,18 @@ async def _running(command: Sequence[str], token: str, environment: Mapping[str,
         await lender.kill()
 
 
-async def main(url: str, ran: Path, session_id: str) -> None:
+async def main(url: str, ran: Path, session_id: str, go: str) -> None:
     async with Caller(url, sys.stdin.readline().strip(), caller_id="ant") as caller:
 
         @caller.tool
-        def work(n: int) -> dict[str, int]:
+        async def work(n: int) -> dict[str, int]:
             """Do it, and leave a line."""
             with ran.open("a") as file:
                 file.write(f"{n}\n")
+            if go:
+                caller.progress(1, extend_s=300)
+                while not Path(go).exists():
+                    await asyncio.sleep(0.02)
             return {"did": n}
 
         if session_id:
@@ -79,4 +89,4 @@ async def main(url: str, ran: Path, session_id: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

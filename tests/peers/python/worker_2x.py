@@ -1,10 +1,11 @@
 """A caller on the `mcp` SDK 2.x that stays with a session whatever happens to the server.
 
-    python worker_2x.py URL SESSION FILE legacy|auto < TOKEN
+    python worker_2x.py URL SESSION FILE legacy|auto GO < TOKEN
 
 It lends nothing itself: the session's tools are lent already. Each time that it really runs one it writes a line to
-FILE. In the older era requests come as notifications, by its stream or by the watch that it holds; in the newer one
-it subscribes to them and reads. What breaks is begun anew. It says `ready` once it can be asked.
+FILE; given GO, it then tells of its progress, and goes on when there is a file of that name. In the older era requests
+come as notifications, by its stream or by the watch that it holds; in the newer one it subscribes to them and reads.
+What breaks is begun anew. It says `ready` once it can be asked.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -22,9 +23,10 @@ warnings.simplefilter("ignore")  # logging is deprecated in the newest revision
 
 
 class Worker:
-    def __init__(self, session_id: str, path: str) -> None:
+    def __init__(self, session_id: str, path: str, go: str) -> None:
         self.session_id = session_id
         self.path = Path(path)
+        self.go = go
         self.answers: dict[str, dict] = {}
         self.asked: asyncio.Queue[dict] = asyncio.Queue()
         self.is_ready = False
@@ -66,13 +68,21 @@ class Worker:
         while True:
             request = await self.asked.get()
             request_id, n = request["request_id"], request["arguments"]["n"]
+            ids = {"session_id": request["session_id"], "request_id": request_id}
             if request_id not in self.answers:
                 with self.path.open("a") as file:
                     file.write(f"{n}\n")
                 self.answers[request_id] = {"did": n}
-            ids = {"session_id": request["session_id"], "request_id": request_id}
+                if self.go:
+                    await self.report(client, ids)
             async with asyncio.timeout(6):
                 await client.call_tool("caller_tool_response", ids | {"result": self.answers[request_id]})
+
+    async def report(self, client: Client, ids: dict) -> None:
+        async with asyncio.timeout(6):
+            await call(client, "caller_tool_progress", ids | {"progress": 1, "extend_seconds": 300})
+        while not Path(self.go).exists():
+            await asyncio.sleep(0.02)
 
 
 async def call(client: Client, name: str, arguments: dict) -> dict:
@@ -81,8 +91,8 @@ async def call(client: Client, name: str, arguments: dict) -> dict:
     return result.structured_content
 
 
-async def main(url: str, session_id: str, path: str, mode: str) -> None:
-    worker = Worker(session_id, path)
+async def main(url: str, session_id: str, path: str, mode: str, go: str) -> None:
+    worker = Worker(session_id, path, go)
     headers = {"Authorization": f"Bearer {sys.stdin.readline().strip()}"}
     while True:
         try:
