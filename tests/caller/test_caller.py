@@ -545,6 +545,16 @@ def polled_with(server: FakeServer) -> list[Any]:
     return [arguments["known"] for name, arguments in server.calls if name == "caller_tool_poll"]
 
 
+async def test_a_message_may_wait_for_its_turn_longer_than_other_calls_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oubliette.caller.endpoint.ANSWER_S", 0.5)
+    async with FakeServer() as server, lent_to(server) as caller:
+        session = await caller.start("demo", "go", wait_seconds=0.75)
+        await session.send("more", wait_seconds=0.75)
+        await caller.call("session_message", message="another", wait_seconds=0.75)
+        with pytest.raises(Unreachable, match="not known"):
+            await caller.call("session_message", message="too long", wait_seconds=5, answer_in_s=0)
+
+
 async def test_a_message_that_may_have_arrived_is_not_sent_twice() -> None:
     async with FakeServer() as server, lent_to(server) as caller:
         server.hang_ups = 1

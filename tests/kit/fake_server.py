@@ -306,11 +306,20 @@ class FakeServer:
             error = {"kind": "too_many", "message": "16 messages are waiting", "retryable": True}
             return {"is_error": True, "error": error}
         spawned = "session_id" not in arguments
+        await self._turn_ended(arguments.get("wait_seconds", 0))
         return {
             "session_id": "gogol_1",
             "spawned": spawned,
             "last_event_index": -1 if spawned else len(self.events) - 1,
         }
+
+    async def _turn_ended(self, wait_s: float) -> None:
+        count = len(self.events)
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: any(one["type"] == "completion" for one in self.events[count:]))
+        except TimeoutError:
+            pass
 
     async def _session_events(self, arguments: Any) -> dict[str, Any]:
         since = arguments["since_index"]

@@ -166,13 +166,16 @@ class Caller:
         self.adopt(session)
         return session
 
-    async def call(self, operation: str, *, answer_in_s: float = 0.0, **arguments: Any) -> dict[str, Any]:
+    async def call(self, operation: str, *, answer_in_s: float | None = None, **arguments: Any) -> dict[str, Any]:
         """Call any operation of the server. Raises `CallerError` by its kind.
 
-        `answer_in_s` is how long the operation itself may wait before it answers.
+        `answer_in_s` is how long the operation itself may wait before it answers; without it, its `wait_seconds`.
         """
         if self._failure is not None:
             raise self._failure
+        if answer_in_s is None:
+            wait = arguments.get("wait_seconds")
+            answer_in_s = float(wait) if isinstance(wait, int | float) else 0.0  # what is no number the server refuses
         return await self._endpoint.call(operation, arguments, wait_s=answer_in_s)
 
     def progress(

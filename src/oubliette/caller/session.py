@@ -96,12 +96,7 @@ class Session:
     async def page(self, since_index: int, *, wait_s: float = 0.0, max_events: int = PAGE_EVENTS) -> dict[str, Any]:
         """One page of the log, as the server gives it."""
         return await self._caller.call(
-            "session_events",
-            session_id=self.id,
-            since_index=since_index,
-            max_events=max_events,
-            wait_seconds=wait_s,
-            answer_in_s=wait_s,
+            "session_events", session_id=self.id, since_index=since_index, max_events=max_events, wait_seconds=wait_s
         )
 
     async def get(self) -> dict[str, Any]:
