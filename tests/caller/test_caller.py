@@ -742,6 +742,130 @@ async def test_leaving_sends_what_is_answered_and_cancels_what_runs() -> None:
         assert [one["request_id"] for one in server.answers] == ["r1"]
 
 
+@pytest.mark.parametrize("cancellations", [1, 2, 3])
+async def test_leaving_ends_everything_however_often_it_is_cancelled(cancellations: int) -> None:
+    async with FakeServer() as server:
+        caller = lent_to(server)
+        began, cleaning, cleaned, asked_to_leave = (asyncio.Event() for _ in range(4))
+
+        @caller.tool
+        def quick() -> int:
+            return 1
+
+        @caller.tool
+        async def endless() -> None:
+            try:
+                began.set()
+                await asyncio.Event().wait()
+            finally:
+                cleaning.set()
+                await cleaned.wait()
+
+        async def stay() -> None:
+            async with caller:
+                await asked_to_leave.wait()
+
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            staying = group.create_task(stay())
+            await server.until(lambda: server.has_stream)
+            server.mute_answers = True  # so leaving waits for one to be taken
+            await server.announce("endless", {}, request_id="r1")
+            await server.announce("quick", {}, request_id="r2")
+            await began.wait()
+            await server.until(lambda: len(server.answers) == 1)
+            asked_to_leave.set()
+            await asyncio.sleep(0.1)  # it is time that is tested: leaving has begun, and waits
+            staying.cancel()
+            await cleaning.wait()
+            for _ in range(cancellations - 1):
+                staying.cancel()
+                await asyncio.sleep(0)
+            cleaned.set()
+            await asyncio.wait([staying])
+        assert staying.cancelled()
+        assert server.mcp_sessions == set(), "the session was ended"
+        assert {task.get_name() for task in asyncio.all_tasks()} & {"stream", "lane", "tool endless"} == set()
+        assert caller._http.closed
+
+
+async def test_a_deadline_around_a_caller_is_kept_though_an_answer_is_not_taken() -> None:
+    async with FakeServer() as server:
+
+        async def stay() -> None:
+            async with asyncio.timeout(1), lent_to(server) as caller:
+
+                @caller.tool
+                def quick() -> int:
+                    return 1
+
+                server.mute_answers = True
+                await server.announce("quick", {}, request_id="r1")
+                await server.until(lambda: len(server.answers) == 1)
+
+        with pytest.raises(TimeoutError):
+            await stay()
+        assert server.mcp_sessions == set(), "the session was ended"
+
+
+async def test_leaving_does_not_wait_for_what_was_never_begun() -> None:
+    async with FakeServer() as server, asyncio.timeout(5):
+        ran: list[int] = []
+        async with lent_to(server, parallel_max=1) as caller:
+            began = asyncio.Event()
+
+            @caller.tool
+            async def endless() -> None:
+                ran.append(1)
+                began.set()
+                await asyncio.Event().wait()
+
+            for n in range(3):
+                await server.announce("endless", {}, request_id=f"r{n}")
+            await began.wait()
+        assert ran == [1]
+
+
+async def test_leaving_gives_up_on_a_tool_that_will_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("oubliette.caller.crew.DISMISS_S", 0.1)
+    began, gate = asyncio.Event(), asyncio.Event()
+    async with FakeServer() as server, asyncio.timeout(5):
+        async with lent_to(server) as caller:
+
+            @caller.tool
+            async def stubborn() -> None:
+                began.set()
+                while not gate.is_set():
+                    try:
+                        await gate.wait()
+                    except asyncio.CancelledError:
+                        continue
+
+            await server.announce("stubborn", {}, request_id="r1")
+            await began.wait()
+        assert "tool stubborn" in caplog.text
+        assert server.mcp_sessions == set(), "the session was ended"
+        gate.set()
+        await asyncio.wait([one for one in asyncio.all_tasks() if one.get_name() == "tool stubborn"])
+
+
+async def test_a_tool_that_is_lent_after_leaving_is_called_by_nobody() -> None:
+    ran: list[int] = []
+    async with FakeServer() as server:
+        async with lent_to(server) as caller:
+            await server.announce("early", {}, request_id="r1")
+            await server.push_frame({"jsonrpc": "2.0", "id": "p1", "method": "ping"})
+            await server.until(lambda: server.pongs == ["p1"])
+
+        @caller.tool
+        def early() -> None:
+            ran.append(1)
+
+        await asyncio.sleep(0)
+        assert ran == []
+
+
 async def test_a_url_that_is_none_is_refused_when_it_is_given() -> None:
     with pytest.raises(ValueError, match="not an http or https URL"):
         Caller("localhost:8080/mcp", TOKEN)

@@ -10,7 +10,6 @@ from oubliette.caller.crew import Crew
 
 async def test_a_bug_of_one_task_ends_no_other(caplog: pytest.LogCaptureFixture):
     crew, gone = Crew(), asyncio.Event()
-    await crew.begin()
 
     async def bug() -> None:
         raise ZeroDivisionError
@@ -28,3 +27,14 @@ async def test_a_bug_of_one_task_ends_no_other(caplog: pytest.LogCaptureFixture)
     assert not gone.is_set()
     await crew.dismiss()
     assert gone.is_set()
+
+
+async def test_what_is_asked_of_those_who_left_is_dropped():
+    crew, ran = Crew(), asyncio.Event()
+    await crew.dismiss()
+
+    async def work() -> None:
+        ran.set()
+
+    await asyncio.wait([crew.start(work(), "work")])
+    assert not ran.is_set()

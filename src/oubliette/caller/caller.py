@@ -90,7 +90,6 @@ class Caller:
             sessions=lambda: list(self._sessions),
             open_requests=errands.open_requests,
         )
-        await self._crew.begin()
         try:
             await self._endpoint.open()
             self._lanes.share = LANE_SHARE if self._endpoint.is_parallel else 1
@@ -262,8 +261,25 @@ class Caller:
         self._failure = failure
 
     async def _leave(self, drain_s: float) -> None:
-        await self._outbox.close(drain_s)
+        """End everything. To be cancelled meanwhile is to give no more answers, and to end no less."""
+        ending = self._loop.create_task(self._end(drain_s), name="leave")
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.wait([ending])
+            except asyncio.CancelledError as failure:
+                cancelled = failure
+                self._outbox.shut()
+        if cancelled is not None:
+            raise cancelled
+        ending.result()
+
+    async def _end(self, drain_s: float) -> None:
+        errands, self._errands = self._errands, None
         try:
+            await self._outbox.close(drain_s)
+            if errands is not None:
+                errands.close()
             await self._crew.dismiss()
         finally:
             self._lanes.drop()

@@ -68,9 +68,12 @@ class Errands:
         self._queue: deque[tuple[Errand, Tool]] = deque()
         self._has_lent = bool(tools)
         self._early: list[Errand] = []  # what was asked for before anything was lent
+        self._closed = False
 
     def asked(self, asked: Announced) -> None:
         """A request came, perhaps for the second time."""
+        if self._closed:
+            return
         errand = self._known.get(asked.request_id)
         if errand is not None:
             self._ask_again(errand)
@@ -111,6 +114,14 @@ class Errands:
             errand.over = True
             if errand.task is not None:
                 errand.task.cancel()
+
+    def close(self) -> None:
+        """Begin nothing any more, not even what waits for its turn."""
+        self._closed = True
+        self._queue.clear()
+        self._early.clear()
+        for errand in self._known.values():
+            errand.over = True
 
     def open_requests(self) -> list[str]:
         """The requests that are being worked on, or whose answers are on their way."""

@@ -70,7 +70,12 @@ class Outbox:
                 await self._empty.wait()
         except TimeoutError:
             pass
+        self.shut()
+
+    def shut(self) -> None:
+        """Give up on what is not taken yet."""
         self._closed = True
+        self._empty.set()
 
     def _send(self, errand: Errand) -> None:
         answer = errand.answer
