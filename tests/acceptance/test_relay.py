@@ -347,10 +347,14 @@ async def test_arguments_over_a_quarter_megabyte_travel_by_reference(here: Scene
             request = await caller.request()
             assert "arguments" not in request
             assert request["arguments_bytes"] > 300_000
-            pending = await caller.call("caller_tool_pending", session_id=session_id)
-            assert pending["requests"][0]["arguments"] == {"text": text}
+            (listed,) = (await caller.call("caller_tool_pending", session_id=session_id))["requests"]
+            assert listed == request
+            ids = {"session_id": session_id, "request_id": request["request_id"]}
+            (whole,) = (await caller.call("caller_tool_pending", **ids))["requests"]
+            assert whole["arguments"] == {"text": text}
             await caller.answer(request, len(text))
             assert (await box.answer(asked))["result"] == 300_000
+            assert (await caller.call("caller_tool_pending", **ids))["requests"] == []
 
 
 async def test_progress_reaches_the_box_and_moves_the_deadline(here: Scene) -> None:

@@ -282,8 +282,8 @@ class FakeServer:
         return {}
 
     async def _caller_tool_pending(self, arguments: Any) -> dict[str, Any]:
-        del arguments
-        return {"requests": [{"request_id": name, "arguments": value} for name, value in self._large.items()]}
+        asked = arguments["request_id"]
+        return {"requests": [{"request_id": asked, "arguments": self._large[asked]}] if asked in self._large else []}
 
     async def _caller_tool_poll(self, arguments: Any) -> dict[str, Any]:
         self.polls += 1

@@ -227,11 +227,10 @@ class Caller:
         self._lanes.post(messages.pong(ping_id), _not_looked_at)
 
     async def _fetch_arguments(self, asked: messages.Announced) -> msgspec.Raw:
-        page = await self.call("caller_tool_pending", session_id=asked.session_id)
-        for one in page.get("requests", []):
-            if one["request_id"] == asked.request_id:
-                return msgspec.Raw(msgspec.json.encode(one["arguments"]))
-        raise NotFound("the call ended before its arguments could be fetched")
+        page = await self.call("caller_tool_pending", session_id=asked.session_id, request_id=asked.request_id)
+        if not page["requests"]:
+            raise NotFound("the call ended before its arguments could be fetched")
+        return msgspec.Raw(msgspec.json.encode(page["requests"][0]["arguments"]))
 
     def _forgotten(self) -> None:
         self._crew.start(self._renew(self._endpoint.session_id), "renew")

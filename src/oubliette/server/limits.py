@@ -18,6 +18,7 @@ RESULT_BYTES = 6 * 1024 * 1024
 ERROR_BYTES = 64 * 1024
 # Larger arguments travel by reference: some clients' SSE readers stop at 1 MiB.
 INLINE_ARGUMENTS_BYTES = 256 * 1024
+PENDING_ARGUMENTS_BYTES = 1024 * 1024  # of all pending calls together, as a list of them shows
 # The same readers, and what follows a log: a larger event is pushed without what makes it large.
 PUSHED_EVENT_BYTES = 256 * 1024
 HTTP_BODY_BYTES = 8 * 1024 * 1024

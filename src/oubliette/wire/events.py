@@ -123,7 +123,7 @@ class CallerToolRequest(Event, frozen=True, tag="caller_tool_request", kw_only=T
     """A droid calls one of its caller's tools; answer by `caller_tool_response`.
 
     Arguments over 256 kB travel by reference: `arguments` is then absent, `arguments_bytes` tells their size and
-    `caller_tool_pending` holds them.
+    `caller_tool_pending` gives them by the `request_id`.
     """
 
     request_id: str

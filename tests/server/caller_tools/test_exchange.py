@@ -26,6 +26,7 @@ from oubliette.server.limits import (
     ARGUMENTS_BYTES,
     ERROR_BYTES,
     INLINE_ARGUMENTS_BYTES,
+    PENDING_ARGUMENTS_BYTES,
     PENDING_CALLS_PER_SESSION,
     RESULT_BYTES,
     WAITERS_PER_CALL,
@@ -413,11 +414,36 @@ async def test_large_arguments_travel_by_reference(world: Rig, caller: Heard) ->
     told = await caller.next()
     assert "arguments" not in told
     assert told["arguments_bytes"] == INLINE_ARGUMENTS_BYTES + len('{"text":""}')
-    (listed,) = world.exchange.listed(SESSION)
-    assert len(listed["arguments"]) == told["arguments_bytes"]
+    assert world.exchange.listed(SESSION) == [told]
+    (whole,) = world.exchange.listed(SESSION, told["request_id"])
+    assert len(whole["arguments"]) == told["arguments_bytes"]
+    assert "arguments_bytes" not in whole
     (logged,) = await world.log()
     assert "arguments" not in logged
     assert logged["arguments_bytes"] == told["arguments_bytes"]
+
+
+async def test_a_list_of_requests_shows_all_and_the_arguments_of_as_many_as_fit(world: Rig, caller: Heard) -> None:
+    size = PENDING_ARGUMENTS_BYTES // 5 + 1
+    texts = ["x" * (size - len('{"text":""}'))] * 6 + ["small"]
+    for n, text in enumerate(texts):
+        world.call(f"k{n}", text=text)
+        await caller.next()
+    listed = world.exchange.listed(SESSION)
+    assert [one["request_id"] for one in listed] == caller.requests()
+    assert [one.get("arguments_bytes") for one in listed] == [None] * 4 + [size] * 2 + [None]
+    assert [len(one["arguments"]) for one in listed if "arguments" in one][:-1] == [size] * 4
+    assert bytes(listed[-1]["arguments"]) == b'{"text":"small"}'
+
+
+async def test_one_request_is_listed_by_its_id_while_it_waits(world: Rig, caller: Heard) -> None:
+    world.call("k1", n=1)
+    asked, _ = await caller.next(), world.call("k2", n=2)
+    await caller.next()
+    assert world.exchange.listed(SESSION, asked["request_id"]) == [asked]
+    assert world.exchange.listed(SESSION, "unheard-of") == []
+    await world.answer(asked["request_id"], 1)
+    assert world.exchange.listed(SESSION, asked["request_id"]) == []
 
 
 async def test_a_call_joined_too_often_keeps_the_last_to_join(world: Rig, caller: Heard) -> None:

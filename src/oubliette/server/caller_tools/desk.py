@@ -76,8 +76,8 @@ class Open:
             if not waiter.done():
                 waiter.set_exception(failure)
 
-    def announcement(self) -> Announcement:
-        """The request as its caller sees it."""
+    def announcement(self, inline_bytes: int = INLINE_ARGUMENTS_BYTES) -> Announcement:
+        """The request as its caller sees it; of arguments larger than this, their size."""
         call = self.call
         told: Announcement = {
             "type": "caller_tool_request",
@@ -89,7 +89,7 @@ class Open:
             "deadline_at": call.deadline_at,
             "redelivery": call.redelivery,
         }
-        if len(self.arguments) <= INLINE_ARGUMENTS_BYTES:
+        if len(self.arguments) <= inline_bytes:
             told["arguments"] = msgspec.Raw(self.arguments)
         else:
             told["arguments_bytes"] = len(self.arguments)

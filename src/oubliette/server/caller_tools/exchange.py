@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 from msgspec import structs
 
 from oubliette.server.caller_tools import calls
@@ -23,6 +22,7 @@ from oubliette.server.caller_tools.polling import Polling
 from oubliette.server.clock import AlarmClock
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
+from oubliette.server.limits import INLINE_ARGUMENTS_BYTES, PENDING_ARGUMENTS_BYTES
 from oubliette.server.marks import Mark, unmarked
 from oubliette.server.storage.database import Database, Tx
 
@@ -146,10 +146,18 @@ class Exchange:
         desk = self._desks.find(session_id)
         return len(desk.open) if desk is not None else 0
 
-    def listed(self, session_id: str) -> list[Announcement]:
-        """Every pending request of a session and its children, whole: with arguments too large for an event."""
+    def listed(self, session_id: str, request_id: str | None = None) -> list[Announcement]:
+        """Every pending request of a session and its children, with the arguments that fit; or this one, whole."""
         tree = self._desks.get(session_id).tree
-        return [{**one.announcement(), "arguments": msgspec.Raw(one.arguments)} for one in tree.pending()]
+        if request_id is not None:
+            one = tree.find(request_id)
+            return [one.announcement(len(one.arguments))] if one is not None else []
+        found: list[Announcement] = []
+        room = PENDING_ARGUMENTS_BYTES
+        for one in tree.pending():
+            found.append(one.announcement(min(INLINE_ARGUMENTS_BYTES, room)))
+            room -= len(one.arguments) if "arguments" in found[-1] else 0
+        return found
 
     # -- carriers: who names a session reaches its whole tree ---------------------------------------------------
 

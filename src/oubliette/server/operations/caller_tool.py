@@ -43,6 +43,9 @@ class CallerToolPoll(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class CallerToolPending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     session_id: SessionId
+    request_id: Annotated[
+        str | None, Meta(description="Only this request, with its whole arguments; none where it has ended.")
+    ] = None
 
 
 class Requests(msgspec.Struct, kw_only=True):
@@ -96,7 +99,7 @@ async def poll(rooms: Rooms, asked: Asked, params: CallerToolPoll) -> Requests:
 
 async def pending(rooms: Rooms, asked: Asked, params: CallerToolPending) -> Requests:
     del asked
-    return Requests(requests=rooms.exchange.listed(params.session_id))
+    return Requests(requests=rooms.exchange.listed(params.session_id, params.request_id))
 
 
 async def progress(rooms: Rooms, asked: Asked, params: CallerToolProgressed) -> ProgressTaken:
@@ -151,7 +154,8 @@ OPERATIONS = (
         target=Target.OWNED_SESSION,
         params=CallerToolPending,
         result=Requests,
-        summary="List every call of your tools that waits for an answer, with its whole arguments.",
+        summary="List every call of your tools that waits for an answer. Of arguments that are large, or beyond 1 MiB"
+        " together with those before them, arguments_bytes tells the size: ask again with the request_id to get them.",
         run=pending,
         writes=False,
         inside=False,

@@ -122,7 +122,8 @@ class Product:
                 "name": "caller-requests",
                 "title": "Pending caller tool requests",
                 "description": "Calls of your tools in a session and its children that wait for caller_tool_response."
-                " Subscribe to hear of new ones.",
+                " Subscribe to hear of new ones. Where one has arguments_bytes, caller_tool_pending gives its arguments"
+                " by the request_id.",
                 "mimeType": "application/json",
             },
         )
