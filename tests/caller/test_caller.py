@@ -449,6 +449,26 @@ async def test_requests_are_polled_for_where_no_stream_can_be_held(
         assert (await server.ask("echo", {"n": 2}))["result"] == 2
 
 
+async def test_requests_are_polled_for_while_streams_die_young(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oubliette.caller.presence.HELD_S", 0.5)
+    async with FakeServer() as server, lent_to(server) as caller:
+
+        @caller.tool
+        def echo(n: int) -> int:
+            return n
+
+        await caller.start("demo", "go")
+        server.streams_cut = True
+        await server.drop_streams()
+        assert (await server.ask("echo", {"n": 1}))["result"] == 1
+        assert (await server.ask("echo", {"n": 2}))["result"] == 2
+        server.streams_cut = False
+        await server.until(lambda: server.has_stream)
+        assert server.polls == 1, "a stream that has just begun may die as young as those before it"
+        await server.until(lambda: server.polls == 0)
+        assert (await server.ask("echo", {"n": 3}))["result"] == 3
+
+
 async def test_polling_names_what_is_worked_on_and_ends_when_a_stream_can_be_held() -> None:
     async with FakeServer() as server:
         server.streams_refused = True

@@ -20,6 +20,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.streams_refused = False  # GET answers 405
         self.streams_mute = False  # GET sends its head and nothing else
+        self.streams_cut = False  # GET sends its first bytes and ends
         self.replies_as_events = False  # POST answers as an event stream
         self.pushes_on_replies = False  # session_events is replied to by a stream, and what is pushed goes there
         self.nonsense = 0  # so many answers are replied to with what is no reply
@@ -245,6 +246,8 @@ class FakeServer:
         await stream.prepare(request)
         if not self.streams_mute:
             await stream.write(b"retry: 3000\n\n")
+            if self.streams_cut:
+                return stream
             async with self._changed:
                 self._streams[session] = stream
                 self.streams += 1

@@ -14,6 +14,8 @@ from oubliette.caller.sse import Frames
 from oubliette.caller.stream import StreamLost
 
 OPEN_S = 5.0
+# A stream that lasted for so long is held. One that dies younger may be cut again and again by what it is sent.
+HELD_S = 5.0
 FAILURES_BEFORE_POLLING = 3
 POLL_WAIT_S = 25.0
 
@@ -40,7 +42,9 @@ class Presence:
         self._open_requests = open_requests
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._frames = Frames()
-        self._is_open = False
+        self._is_held = False
+        self._holding: asyncio.TimerHandle | None = None  # from the stream's first bytes on
+        self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
         self.polling = False
 
@@ -56,7 +60,7 @@ class Presence:
         """Hold the stream for as long as this task lives, and poll while it cannot be held."""
         patience, failures = Patience(), 0
         while True:
-            self._frames, self._is_open = Frames(), False
+            self._frames, self._is_held = Frames(), False
             try:
                 await self._endpoint.stream(self._received)
             except NoStream:
@@ -67,7 +71,9 @@ class Presence:
                 return
             except (StreamLost, OSError, TimeoutError, CallerError):
                 pass
-            if self._is_open:
+            finally:
+                self._let_go()
+            if self._is_held:
                 patience.reset()
                 failures = 0
             failures += 1
@@ -84,13 +90,21 @@ class Presence:
             self._pollers[session_id] = self._crew.start(self._poll(session_id), "poll")
 
     def _received(self, chunk: bytes) -> None:
-        if not self._is_open:
+        if self._holding is None:
             # Bytes, not the head of the response: a proxy that gathers before it passes on sends the head alone.
-            self._is_open = True
+            self._holding = self._loop.call_later(HELD_S, self._held)
             self._settled.set()
-            self._stop_polling()
         for data in self._frames.feed(chunk):
             self._pushed(data)
+
+    def _held(self) -> None:
+        self._is_held = True
+        self._stop_polling()
+
+    def _let_go(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
 
     def _pushed(self, data: bytes) -> None:
         try:
