@@ -203,6 +203,24 @@ async def test_a_cancelled_request_cancels_the_tool_and_is_not_answered() -> Non
         assert [one["request_id"] for one in server.answers if one["request_id"] == "r1"] == []
 
 
+async def test_a_request_that_is_cancelled_before_its_tool_began_holds_nothing_up() -> None:
+    async with FakeServer() as server, lent_to(server, parallel_max=1) as caller:
+        ran: list[int] = []
+
+        @caller.tool
+        async def waiting(n: int) -> int:
+            ran.append(n)
+            return n
+
+        # One piece of the stream holds both, so that nothing happens between them.
+        request = {"type": "caller_tool_request", "request_id": "r1", "session_id": "gogol_1"}
+        asked = request | {"tool": "waiting", "arguments": {"n": 1}}
+        cancelled = {"type": "caller_tool_cancelled", "request_id": "r1", "tool": "waiting", "reason": "droid"}
+        await server.push_together(asked, cancelled)
+        assert (await server.ask("waiting", {"n": 2}))["result"] == 2
+        assert ran == [2]
+
+
 async def test_progress_from_inside_a_tool_names_its_request() -> None:
     async with FakeServer() as server, lent_to(server) as caller:
 

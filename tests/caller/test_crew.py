@@ -1,6 +1,7 @@
 """A bug in one task is logged and ends no other; leaving ends them all."""
 
 import asyncio
+import inspect
 import logging
 
 import pytest
@@ -27,6 +28,19 @@ async def test_a_bug_of_one_task_ends_no_other(caplog: pytest.LogCaptureFixture)
     assert not gone.is_set()
     await crew.dismiss()
     assert gone.is_set()
+
+
+async def test_work_that_is_cancelled_before_its_first_step_is_closed():
+    crew = Crew()
+
+    async def work() -> None:
+        raise NotImplementedError
+
+    never_begun = work()
+    task = crew.start(never_begun, "work")
+    task.cancel()
+    await asyncio.wait([task])
+    assert inspect.getcoroutinestate(never_begun) == inspect.CORO_CLOSED
 
 
 async def test_what_is_asked_of_those_who_left_is_dropped():

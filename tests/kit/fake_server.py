@@ -101,17 +101,20 @@ class FakeServer:
         if not self._streams:
             self._polled.put_nowait(event)
             return
-        await self.push_frame(
-            {
-                "jsonrpc": "2.0",
-                "method": "notifications/message",
-                "params": {"level": "info", "logger": "oubliette.session", "data": event},
-            }
-        )
+        await self.push_together(event)
 
-    async def push_frame(self, frame: Any) -> None:
+    async def push_together(self, *events: dict[str, Any]) -> None:
+        """Push on the stream, as one piece of it."""
+        pushed = {"level": "info", "logger": "oubliette.session"}
+        frames = [
+            {"jsonrpc": "2.0", "method": "notifications/message", "params": pushed | {"data": event}}
+            for event in events
+        ]
+        await self.push_frame(*frames)
+
+    async def push_frame(self, *frames: Any) -> None:
         newest = list(self._streams.values())[-1]
-        await newest.write(b"event: message\ndata: " + msgspec.json.encode(frame) + b"\n\n")
+        await newest.write(b"".join(b"event: message\ndata: %b\n\n" % msgspec.json.encode(one) for one in frames))
 
     async def log(self, **event: Any) -> None:
         """Append to the session's log."""

@@ -25,6 +25,7 @@ class Crew:
         task = asyncio.get_running_loop().create_task(self._guarded(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # one that is cancelled before its first step never ran
         return task
 
     async def dismiss(self) -> None:

@@ -154,6 +154,8 @@ class Errands:
     def _start(self, errand: Errand, tool: Tool) -> None:
         self._running += 1
         errand.task = self._crew.start(self._run(errand, tool), f"tool {tool.name}")
+        # Not by the task itself: one that is cancelled before its first step never ran.
+        errand.task.add_done_callback(lambda _: self._ended(errand))
 
     async def _run(self, errand: Errand, tool: Tool) -> None:
         current.set(errand)
@@ -174,12 +176,10 @@ class Errands:
             self._finish(errand, error=_message(failure))
         else:
             self._finish_with(errand, value)
-        finally:
-            errand.task = None
-            self._running -= 1
-            self._start_queued()
 
-    def _start_queued(self) -> None:
+    def _ended(self, errand: Errand) -> None:
+        errand.task = None
+        self._running -= 1
         while self._queue and self._running < self._parallel_max:
             errand, tool = self._queue.popleft()
             if not errand.over:
