@@ -1,20 +1,23 @@
 """What is remembered of errands is bounded, and never so that one is run twice."""
 
+from typing import Any
+
 import pytest
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from oubliette.caller.crew import Crew
 from oubliette.caller.errands import Errand, Errands
 from oubliette.caller.messages import Announced
-from oubliette.caller.tool import tool_of
+from oubliette.caller.tool import Tool, tool_of
 
 
 class World:
-    """Errands of one tool, whose answers are taken as soon as they are given."""
+    """Errands of one tool, or of none yet, whose answers are taken as soon as they are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lent: bool = True, parallel_max: int = 1) -> None:
         self.ran = 0
         self.given: list[bytes] = []
+        self.tools: dict[str, Tool] = {}
 
         def work(size: int) -> str:
             self.ran += 1
@@ -23,15 +26,17 @@ class World:
         async def fetch(asked: Announced) -> Raw:
             raise NotImplementedError
 
-        self.errands = Errands({"work": tool_of(work)}, Crew(), 1, self.take, fetch)
+        if lent:
+            self.tools = {"work": tool_of(work), "threaded": tool_of(work, name="threaded", threaded=True)}
+        self.errands = Errands(self.tools, Crew(), parallel_max, self.take, fetch)
 
     def take(self, errand: Errand, answer: bytes) -> None:
         self.given.append(answer)
         errand.over = True
 
-    def ask(self, request_id: str, size: int) -> None:
+    def ask(self, request_id: str, size: int, tool: str = "work") -> None:
         arguments = Raw(b'{"size":%d}' % size)
-        asked = Announced("caller_tool_request", "gogol_1", request_id, "work", arguments)
+        asked = Announced("caller_tool_request", "gogol_1", request_id, tool, arguments)
         self.errands.asked(asked)
 
 
@@ -57,3 +62,15 @@ def test_only_so_many_errands_are_remembered(monkeypatch: pytest.MonkeyPatch):
     assert len(world.errands._known) == 3
     world.ask("r9", 1)
     assert world.ran == 10
+
+
+@pytest.mark.parametrize("manner", [{"lent": False}, {"parallel_max": 0}], ids=["nothing is lent", "all are busy"])
+def test_nothing_is_kept_of_what_is_withdrawn_while_it_waits(manner: dict[str, Any]):
+    world = World(**manner)
+    for n in range(100):
+        world.ask(f"r{n}", 1, tool="threaded")
+        asked = world.errands._known[f"r{n}"].asked
+        assert asked.arguments is not UNSET
+        world.errands.withdrawn(f"r{n}")
+        assert asked.arguments is UNSET
+    assert (len(world.errands._early), len(world.errands._queue)) == (0, 0)

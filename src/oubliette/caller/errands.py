@@ -1,7 +1,6 @@
 """What droids ask of their caller: each errand is run once, and its answer given as often as it is asked for."""
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from itertools import islice
@@ -65,9 +64,9 @@ class Errands:
         self._known: dict[str, Errand] = {}
         self._kept_bytes = 0
         self._running = 0
-        self._queue: deque[tuple[Errand, Tool]] = deque()
+        self._queue: dict[str, tuple[Errand, Tool]] = {}
         self._has_lent = bool(tools)
-        self._early: list[Errand] = []  # what was asked for before anything was lent
+        self._early: dict[str, Errand] = {}  # what was asked for before anything was lent
         self._closed = False
 
     def asked(self, asked: Announced) -> None:
@@ -84,15 +83,14 @@ class Errands:
         if self._has_lent or asked.tool in self._tools:
             self._begin(errand)
         else:
-            self._early.append(errand)
+            self._early[asked.request_id] = errand
 
     def lent(self) -> None:
         """Something is lent from now on: begin what was asked for before."""
         self._has_lent = True
-        early, self._early = self._early, []
-        for errand in early:
-            if not errand.over:
-                self._begin(errand)
+        early, self._early = self._early, {}
+        for errand in early.values():
+            self._begin(errand)
 
     def _begin(self, errand: Errand) -> None:
         asked = errand.asked
@@ -103,7 +101,7 @@ class Errands:
             if self._running < self._parallel_max:
                 self._start(errand, tool)
             else:
-                self._queue.append((errand, tool))
+                self._queue[asked.request_id] = (errand, tool)
         else:
             self._run_now(errand, tool, asked.arguments)
 
@@ -112,6 +110,9 @@ class Errands:
         errand = self._known.get(request_id)
         if errand is not None and not errand.over:
             errand.over = True
+            self._early.pop(request_id, None)
+            self._queue.pop(request_id, None)
+            errand.asked.arguments = msgspec.UNSET
             if errand.task is not None:
                 errand.task.cancel()
 
@@ -180,10 +181,8 @@ class Errands:
     def _ended(self, errand: Errand) -> None:
         errand.task = None
         self._running -= 1
-        while self._queue and self._running < self._parallel_max:
-            errand, tool = self._queue.popleft()
-            if not errand.over:
-                self._start(errand, tool)
+        if self._queue:
+            self._start(*self._queue.pop(next(iter(self._queue))))
 
     def _finish_with(self, errand: Errand, value: Any) -> None:
         try:
