@@ -13,6 +13,8 @@ from oubliette.caller.http1 import Response
 from oubliette.caller.lane import Lanes
 from oubliette.caller.patience import Patience
 
+# So many that tell of progress alone are on their way at once; more are dropped, for the next tells more.
+REPORTS_OPEN = 1024
 # What a later try may change; 404 is an MCP session that is being renewed.
 _AGAIN = frozenset({404, 429, 500, 502, 503, 504})
 
@@ -22,6 +24,8 @@ class Reports:
         self._lanes = lanes
         self._crew = crew
         self._next_id = next_id
+        self._open = 0
+        self._moving: dict[str, dict[str, Any]] = {}  # by request: the newest of what moves its deadline
 
     def send(self, errand: Errand, told: dict[str, Any]) -> None:
         """Tell the droid of an errand how far it is, and the server how long it may still take."""
@@ -29,15 +33,24 @@ class Reports:
             return
         arguments: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
         arguments["session_id"] = errand.asked.session_id
-        arguments["request_id"] = errand.asked.request_id
+        request_id = arguments["request_id"] = errand.asked.request_id
         if "extend_seconds" in arguments:
-            self._crew.start(self._insist(errand, arguments), "extend")
-        else:
-            self._lanes.post(self._body(arguments), _not_looked_at)
+            is_told = request_id in self._moving
+            self._moving[request_id] = arguments
+            if not is_told:
+                self._crew.start(self._insist(errand), "extend")
+        elif self._open < REPORTS_OPEN:
+            self._open += 1
+            self._lanes.post(self._body(arguments), self._heard)
 
-    async def _insist(self, errand: Errand, arguments: dict[str, Any]) -> None:
-        patience = Patience()
+    def _heard(self, response: Response | None) -> None:
+        """Progress alone is worth one try: the next tells more."""
+        self._open -= 1
+
+    async def _insist(self, errand: Errand) -> None:
+        request_id, patience = errand.asked.request_id, Patience()
         while not errand.over:
+            arguments = self._moving[request_id]
             answered: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
 
             def heard(response: Response | None, answered: asyncio.Future[Response | None] = answered) -> None:
@@ -45,9 +58,11 @@ class Reports:
                     answered.set_result(response)
 
             self._lanes.post(self._body(arguments), heard)
-            if _is_final(await answered):
-                return
-            await asyncio.sleep(patience.next_s())
+            if not _is_final(await answered):
+                await asyncio.sleep(patience.next_s())
+            elif self._moving[request_id] is arguments:
+                break
+        del self._moving[request_id]
 
     def _body(self, arguments: dict[str, Any]) -> bytes:
         return messages.tool_call(self._next_id(), "caller_tool_progress", arguments)
@@ -69,7 +84,3 @@ def _is_final(response: Response | None) -> bool:
     except msgspec.DecodeError:
         return False  # cut short, or not of our server
     return failure is None or failure.details.get("retryable") is not True
-
-
-def _not_looked_at(response: Response | None) -> None:
-    """Progress alone is worth one try: the next tells more."""
