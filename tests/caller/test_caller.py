@@ -385,6 +385,23 @@ async def test_an_answer_waits_for_a_renewal_that_fails_at_first() -> None:
         assert server.initializes_refused == 0
 
 
+async def test_many_answers_wait_for_one_renewal() -> None:
+    async with FakeServer() as server, lent_to(server, patience_s=0.5) as caller:
+
+        @caller.tool
+        def forget() -> int:
+            server.mcp_sessions.clear()
+            server.initializes_refused = 1_000_000
+            return 5
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(server.ask("forget", {})) for _ in range(10)]
+            await server.until(lambda: server.forgotten >= 15)
+            assert [task.get_name() for task in asyncio.all_tasks()].count("renew") <= 1
+            server.initializes_refused = 0
+        assert [one.result()["result"] for one in asked] == [5] * 10
+
+
 async def test_a_server_that_says_when_to_come_again_is_waited_for_within_the_patience() -> None:
     async with FakeServer() as server, lent_to(server, patience_s=0.2) as caller:
         server.mcp_sessions.clear()

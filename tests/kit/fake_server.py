@@ -33,6 +33,7 @@ class FakeServer:
         self.hang_ups = 0  # so many answers or messages are taken and the connection closed before a reply
         self.stopping = 0  # so many calls of operations are cut off as by a server that stops
         self.initializes_refused = 0  # so many are answered 503, to be tried again after an hour
+        self.forgotten = 0  # so many POSTs came under an MCP session that is not known
         self.failures: dict[str, list[dict[str, Any]]] = {}  # by operation: the errors of its next calls
         self.refusals: dict[str, dict[str, Any]] = {}  # by request id: what an answer is told
         self.answers: list[dict[str, Any]] = []  # arguments of caller_tool_response as they came
@@ -174,6 +175,9 @@ class FakeServer:
             result = {"protocolVersion": "2025-11-25", "capabilities": capabilities, "serverInfo": {"name": "fake"}}
             return web.json_response(_reply(message, result), headers={"Mcp-Session-Id": session})
         if request.headers.get("Mcp-Session-Id") not in self.mcp_sessions:
+            async with self._changed:
+                self.forgotten += 1
+                self._changed.notify_all()
             return web.Response(status=404)
         if "method" not in message:
             async with self._changed:

@@ -66,6 +66,7 @@ class Caller:
         self._sessions: dict[str, Session] = {}
         self._failure: CallerError | None = None
         self._errands: Errands | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -233,7 +234,8 @@ class Caller:
         return msgspec.Raw(msgspec.json.encode(page["requests"][0]["arguments"]))
 
     def _forgotten(self) -> None:
-        self._crew.start(self._renew(self._endpoint.session_id), "renew")
+        if self._renewal is None or self._renewal.done():
+            self._renewal = self._crew.start(self._renew(self._endpoint.session_id), "renew")
 
     async def _renew(self, stale: str | None) -> None:
         try:
