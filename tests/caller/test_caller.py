@@ -558,6 +558,28 @@ async def test_a_session_that_is_taken_up_again_is_polled_for_again() -> None:
             await server.until(lambda: len(polled_with(server)) == 2)
 
 
+async def test_a_session_that_is_over_is_kept_no_longer() -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller:
+
+            def kept() -> list[set[str]]:
+                return [set(caller._sessions), set(caller._presence._pollers)]
+
+            session = await caller.start("demo", "go")
+            assert kept() == [{"gogol_1"}] * 2
+            await session.end()
+            assert kept() == [set()] * 2, "its caller ended it"
+            server.status = "running"
+            session = await caller.attach("gogol_1")
+            assert kept() == [{"gogol_1"}] * 2
+            await server.end_session()
+            assert [one async for one in session.events()] == []
+            assert kept() == [set()] * 2, "it was followed to its end"
+            await caller.attach("gogol_1")
+            assert kept() == [set()] * 2, "it was over when it was taken up"
+
+
 async def test_polling_names_the_requests_of_children_as_well() -> None:
     async with FakeServer() as server:
         server.streams_refused = True

@@ -220,9 +220,15 @@ class Caller:
         }
 
     def adopt(self, session: Session) -> None:
-        """Be reachable for this session's droid."""
-        self._sessions[session.id] = session
-        self._presence.add(session.id)
+        """Be reachable for this session's droid, unless it has none any more."""
+        if not session.is_over:
+            self._sessions[session.id] = session
+            self._presence.add(session.id)
+
+    def let_go(self, session_id: str) -> None:
+        """This session is over: nothing of it need be kept."""
+        self._sessions.pop(session_id, None)
+        self._presence.remove(session_id)
 
     def _pinged(self, ping_id: int | str) -> None:
         self._lanes.post(messages.pong(ping_id), _not_looked_at)
@@ -253,7 +259,7 @@ class Caller:
             try:
                 await session.meet()
             except NotFound:
-                self._sessions.pop(session.id, None)
+                self.let_go(session.id)
             except CallerError:
                 pass  # whoever follows the session meets it again
 

@@ -89,6 +89,10 @@ class Presence:
         if self.polling and (poller is None or poller.done()):
             self._pollers[session_id] = self._crew.start(self._poll(session_id), "poll")
 
+    def remove(self, session_id: str) -> None:
+        """A session is over: the server says so to its poll as well, which ends."""
+        self._pollers.pop(session_id, None)
+
     def _received(self, chunk: bytes) -> None:
         if self._holding is None:
             # Bytes, not the head of the response: a proxy that gathers before it passes on sends the head alone.

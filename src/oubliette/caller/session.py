@@ -43,6 +43,7 @@ class Session:
         self._since = -1
         self._turn: int | None = None
         self._turn_since = -1
+        self.is_over = False
         self._knows = 0  # the state of the caller's tools that this session was told
 
     async def open(self, arguments: dict[str, Any]) -> None:
@@ -95,9 +96,12 @@ class Session:
 
     async def page(self, since_index: int, *, wait_s: float = 0.0, max_events: int = PAGE_EVENTS) -> dict[str, Any]:
         """One page of the log, as the server gives it."""
-        return await self._caller.call(
+        page = await self._caller.call(
             "session_events", session_id=self.id, since_index=since_index, max_events=max_events, wait_seconds=wait_s
         )
+        if page["status"] in OVER:
+            self._over()
+        return page
 
     async def get(self) -> dict[str, Any]:
         """The session as the server describes it."""
@@ -110,6 +114,11 @@ class Session:
     async def end(self) -> None:
         """End the session with its droid and its open calls."""
         await self._caller.call("session_end", session_id=self.id)
+        self._over()
+
+    def _over(self) -> None:
+        self.is_over = True
+        self._caller.let_go(self.id)
 
     async def _message(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Send a message, with the tools if this session does not know them as they are now."""
