@@ -1,6 +1,7 @@
 """The caller against a server that misbehaves on demand. Against the real one: tests/walks and tests/caller."""
 
 import asyncio
+import traceback
 from typing import Any
 
 import pytest
@@ -946,6 +947,19 @@ async def test_a_tool_that_is_lent_after_leaving_is_called_by_nobody() -> None:
 async def test_a_url_that_is_none_is_refused_when_it_is_given() -> None:
     with pytest.raises(ValueError, match="not an http or https URL"):
         Caller("localhost:8080/mcp", TOKEN)
+
+
+async def test_no_error_shows_what_may_be_a_secret() -> None:
+    with pytest.raises(ValueError, match="not an http or https URL") as swapped:
+        Caller(TOKEN, "http://127.0.0.1:1/mcp")
+    async with FakeServer() as server:
+        url = server.url + "?key=secret"
+    with pytest.raises(Unreachable, match="does not answer") as unreachable:
+        async with Caller(url, TOKEN, patience_s=0):
+            raise NotImplementedError
+    told = "".join(traceback.format_exception(swapped.value) + traceback.format_exception(unreachable.value))
+    assert TOKEN not in told
+    assert "key=secret" not in told
 
 
 async def test_a_failure_without_a_kind_is_still_a_caller_error() -> None:

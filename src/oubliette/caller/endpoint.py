@@ -211,7 +211,8 @@ class Endpoint:
                     ) from failure
                 left = give_up_at - loop.time()
                 if left <= 0:
-                    raise failure.refusal or Unreachable(f"{self.url} does not answer: {failure}") from failure
+                    where = self.address.authority  # not the whole URL: some have a key in their query
+                    raise failure.refusal or Unreachable(f"{where} does not answer: {failure}") from failure
                 # However long the server asks us to wait: the last try is at the end of our patience.
                 await asyncio.sleep(min(patience.next_s(failure.wait_s), left))
 

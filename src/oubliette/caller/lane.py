@@ -40,7 +40,8 @@ class Address:
         """Raises `ValueError` for anything but an http(s) URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ValueError(f"not an http or https URL: {url}")
+            # Not shown: a token that was given in the place of the URL is a secret.
+            raise ValueError("the server's address is not an http or https URL")
         tls = parts.scheme == "https"
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return cls(parts.hostname, parts.port or (443 if tls else 80), path, parts.netloc.rpartition("@")[2], tls)
