@@ -80,10 +80,15 @@ async def test_what_a_tool_raises_reaches_the_droid_as_its_message_alone() -> No
         async def cancels_itself() -> None:
             raise asyncio.CancelledError
 
+        @caller.tool
+        def cancels_on_the_loop() -> None:
+            raise asyncio.CancelledError
+
         assert (await server.ask("plain", {}))["error"] == "recipient not found"
         assert (await server.ask("waiting", {}))["error"] == "KeyError"
         assert "not JSON" in (await server.ask("not_json", {}))["error"]
         assert "cancelled" in (await server.ask("cancels_itself", {}))["error"]
+        assert "cancelled" in (await server.ask("cancels_on_the_loop", {}))["error"]
         assert "invalid arguments" in (await server.ask("plain", {"more": 1}))["error"]
         assert "no tool 'nothing'" in (await server.ask("nothing", {}))["error"]
 

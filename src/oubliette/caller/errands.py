@@ -17,6 +17,7 @@ ERRANDS_REMEMBERED = 10_000
 OPEN_NAMED = 1024  # as many as the server lets a poll name
 ANSWERS_KEPT_BYTES = 16 * 1024 * 1024
 ERROR_CHARS_MAX = 4096
+CANCELLED = "the tool was cancelled on its caller's side"
 
 encode = msgspec.json.Encoder().encode
 
@@ -145,6 +146,8 @@ class Errands:
         token = current.set(errand)
         try:
             value = tool.function(**tool.decode(arguments))
+        except asyncio.CancelledError:
+            self._finish(errand, error=CANCELLED)
         except Exception as failure:
             self._finish(errand, error=_message(failure))
         else:
@@ -171,7 +174,7 @@ class Errands:
                 value = tool.function(**arguments)
         except asyncio.CancelledError:
             if not errand.over:
-                self._finish(errand, error="the tool was cancelled on its caller's side")
+                self._finish(errand, error=CANCELLED)
             raise
         except Exception as failure:
             self._finish(errand, error=_message(failure))
