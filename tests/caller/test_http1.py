@@ -57,6 +57,10 @@ def test_any_cut_of_a_stream_yields_the_same_body(places: list[int], chunked: bo
         b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 70_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"x" * 70_000,
         b"x" * 70_000,
     ],
 )
@@ -66,7 +70,14 @@ def test_what_is_not_http_is_refused(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"SSH-2.0\r\n\r\n", b"x" * 70_000, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n"]
+    "text",
+    [
+        b"SSH-2.0\r\n\r\n",
+        b"x" * 70_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 70_000,
+    ],
 )
 def test_what_is_no_stream_is_refused(text: bytes) -> None:
     with pytest.raises(BadResponse):

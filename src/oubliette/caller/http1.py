@@ -51,10 +51,8 @@ class Streamed:
         data = self._buffer + data if self._buffer else data
         self._buffer = b""
         if self.head is None:
-            end = data.find(b"\r\n\r\n")
+            end = _end(data, b"\r\n\r\n")
             if end < 0:
-                if len(data) > HEAD_BYTES_MAX:
-                    raise BadResponse("the head of a response is over the bound")
                 self._buffer = data
                 return b""
             self.head = parse_head(data[:end])
@@ -72,7 +70,7 @@ class Streamed:
                 body.append(piece[: max(0, self._left - 2)])
                 self._left -= len(piece)
                 continue
-            line_end = data.find(b"\r\n", at)
+            line_end = _end(data, b"\r\n", at)
             if line_end < 0:
                 self._buffer = data[at:]
                 break
@@ -109,10 +107,8 @@ class Responses:
 
     def _read_head(self) -> bool:
         while True:
-            end = self._buffer.find(b"\r\n\r\n")
+            end = _end(self._buffer, b"\r\n\r\n")
             if end < 0:
-                if len(self._buffer) > HEAD_BYTES_MAX:
-                    raise BadResponse("the head of a response is over the bound")
                 return False
             head = parse_head(self._buffer[:end])
             self._buffer = self._buffer[end + 4 :]
@@ -133,31 +129,42 @@ class Responses:
 
     def _read_chunks(self) -> bool:
         while True:
-            line_end = self._buffer.find(b"\r\n")
+            line_end = _end(self._buffer, b"\r\n")
             if line_end < 0:
                 return False
             size = _chunk_size(self._buffer[:line_end])
             if size == 0:
-                end = self._buffer.find(b"\r\n\r\n", line_end)
+                end = _end(self._buffer, b"\r\n\r\n", line_end)
                 if end < 0:
                     return False
                 self._buffer = self._buffer[end + 4 :]
                 return True
+            if self._body_bytes + size > BODY_BYTES_MAX:
+                raise BadResponse("the body of a response is over the bound")
             start = line_end + 2
             if len(self._buffer) < start + size + 2:
                 return False
             self._body.append(self._buffer[start : start + size])
             self._body_bytes += size
-            if self._body_bytes > BODY_BYTES_MAX:
-                raise BadResponse("the body of a response is over the bound")
             self._buffer = self._buffer[start + size + 2 :]
+
+
+def _end(text: bytes, mark: bytes, at: int = 0) -> int:
+    """Where the mark is; -1 while it has not come. Raises `BadResponse` where it should have."""
+    end = text.find(mark, at)
+    if end < 0 and len(text) - at > HEAD_BYTES_MAX:
+        raise BadResponse("the head of a response, or of a part of it, is over the bound")
+    return end
 
 
 def _chunk_size(line: bytes) -> int:
     try:
-        return int(line.partition(b";")[0], 16)
+        size = int(line.partition(b";")[0], 16)
     except ValueError:
-        raise BadResponse("a chunk has no size") from None
+        size = -1
+    if size < 0:
+        raise BadResponse("a chunk has no size")
+    return size
 
 
 @lru_cache(maxsize=32)  # a server says the same again and again
