@@ -908,6 +908,35 @@ async def test_leaving_does_not_wait_for_what_was_never_begun() -> None:
         assert ran == [1]
 
 
+async def test_leaving_does_not_wait_for_an_answer_that_nobody_wants_any_more() -> None:
+    async with FakeServer() as server, asyncio.timeout(4), lent_to(server) as caller:
+
+        @caller.tool
+        def huge() -> str:
+            return "x"
+
+        server.refusals["r1"] = {"is_error": True, "error": {"kind": "too_large", "message": "at most 6 MiB"}}
+        request = {"type": "caller_tool_request", "request_id": "r1", "session_id": "gogol_1"}
+        cancelled = {"type": "caller_tool_cancelled", "request_id": "r1", "tool": "huge", "reason": "droid"}
+        await server.push_together(request | {"tool": "huge", "arguments": {}}, cancelled)
+        await server.until(lambda: len(server.answers) == 1)
+
+
+async def test_leaving_does_not_wait_for_an_answer_that_was_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oubliette.caller.errands.ANSWERS_KEPT_BYTES", 10)
+    async with FakeServer() as server, asyncio.timeout(4), lent_to(server) as caller:
+
+        @caller.tool
+        def quick() -> int:
+            return 1
+
+        server.unavailable = 1
+        request = {"type": "caller_tool_request", "session_id": "gogol_1", "tool": "quick", "arguments": {}}
+        cancelled = {"type": "caller_tool_cancelled", "request_id": "r1", "tool": "quick", "reason": "droid"}
+        await server.push_together(request | {"request_id": "r1"}, cancelled, request | {"request_id": "r2"})
+        await server.until(lambda: len(server.answers) == 1)
+
+
 async def test_leaving_gives_up_on_a_tool_that_will_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,9 +79,12 @@ class Outbox:
 
     def _send(self, errand: Errand) -> None:
         answer = errand.answer
-        if answer is None or self._closed:
+        if self._closed:
             return
-        self._lanes.post(_HEAD % (self._next_id(), answer), lambda response: self._heard(errand, response))
+        if answer is None:
+            self._settle(errand)  # withdrawn while it waited, and then let go
+        else:
+            self._lanes.post(_HEAD % (self._next_id(), answer), lambda response: self._heard(errand, response))
 
     def _send_later(self, errand: Errand, at_least_s: float = 0.0) -> None:
         self._loop.call_later(self._patience.next_s(at_least_s), self._send, errand)
@@ -137,7 +140,7 @@ class Outbox:
 
     def _replace(self, errand: Errand, error: str) -> None:
         self._open.pop(errand.asked.request_id, None)
-        if errand.replaced or self.replaced is None:
+        if errand.replaced or errand.over or self.replaced is None:
             self._settle(errand)
         else:
             errand.replaced = True
