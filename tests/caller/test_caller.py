@@ -510,6 +510,23 @@ async def test_requests_are_polled_for_while_streams_die_young(monkeypatch: pyte
         assert (await server.ask("echo", {"n": 3}))["result"] == 3
 
 
+async def test_requests_are_polled_for_while_a_start_waits_for_its_turn() -> None:
+    async with FakeServer() as server:
+        server.streams_refused = True
+        async with lent_to(server) as caller, asyncio.TaskGroup() as group:
+
+            @caller.tool
+            def echo(n: int) -> int:
+                return n
+
+            starting = group.create_task(caller.start("demo", "go", wait_seconds=30))
+            assert (await server.ask("echo", {"n": 1}))["result"] == 1
+            assert not starting.done()
+            await server.log(type="completion", turn=1, stop_reason="end_turn", text="done", duration_ms=1)
+            async with asyncio.timeout(5):
+                assert (await (await starting).result()).text == "done"
+
+
 async def test_polling_names_what_is_worked_on_and_ends_when_a_stream_can_be_held() -> None:
     async with FakeServer() as server:
         server.streams_refused = True

@@ -212,6 +212,32 @@ async def test_a_call_survives_a_server_that_goes_and_comes_back(server: ServerP
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_a_start_that_waits_survives_a_server_that_goes_and_comes_back(server: ServerProcess, how: str):
+    async with Caller(server.url, server.token, "ant") as caller:
+        ran: list[int] = []
+        began, gate = asyncio.Event(), asyncio.Event()
+
+        @caller.tool
+        async def slow(n: int) -> int:
+            ran.append(n)
+            began.set()
+            await gate.wait()
+            return n + 1
+
+        message = plan(call("slow", n=1), {"say": "got $last"})
+        project = await project_of(caller)
+        async with asyncio.timeout(40), asyncio.TaskGroup() as group:
+            starting = group.create_task(caller.start(project, message, wait_seconds=40))
+            await began.wait()
+            await (server.kill() if how == "killed" else server.stop())
+            gate.set()
+            await server.restart()
+            completion = await (await starting).result()
+        assert completion.text.endswith("got 2")
+        assert ran == [1], "the tool ran once"
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
 async def test_following_goes_on_over_a_restart_without_loss_or_doubles(server: ServerProcess, how: str):
     async with Caller(server.url, server.token, "ant") as caller:
 

@@ -146,13 +146,16 @@ class Caller:
         del self._tools[name]
         self._declaration += 1
 
-    async def start(self, project: str, message: str, **options: Any) -> Session:
+    async def start(self, project: str, message: str, *, wait_seconds: float = 0, **options: Any) -> Session:
         """Send the first message to a project, by id or name, and lend it this caller's tools.
 
-        `options` are parameters of `session_message`. Raises `CallerError` by its kind.
+        With `wait_seconds` the turn may end first, or not. `options` are other parameters of `session_message`.
+        Raises `CallerError` by its kind.
         """
         session = Session(self)
         await session.open({"project_id": await self.project_id(project), "message": message} | options)
+        # Not as long as the message waits: until its answer we know of no session, to poll for or to come back to.
+        await session.wait(wait_seconds)
         return session
 
     async def attach(self, session_id: str) -> Session:

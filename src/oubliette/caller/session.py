@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from oubliette.caller.errors import Purged, SessionFailed
+from oubliette.caller.errors import CallerError, Purged, SessionFailed
 from oubliette.wire.events import SESSION_ENDED, AnyEvent, Completion, Error
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ class Session:
         """
         async with asyncio.timeout(timeout_s):
             return await self._completion()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait so long at most for the end of the turn. How it ends, or why it cannot be seen, `result` tells."""
+        if seconds > 0:
+            try:
+                await self.result(seconds)
+            except (TimeoutError, CallerError):
+                pass
 
     async def page(self, since_index: int, *, wait_s: float = 0.0, max_events: int = PAGE_EVENTS) -> dict[str, Any]:
         """One page of the log, as the server gives it."""
