@@ -47,6 +47,7 @@ from oubliette.server.operations.gate import Gate
 from oubliette.server.operations.once import Once
 from oubliette.server.operations.operation import Asked, Rooms
 from oubliette.server.projects import projects
+from oubliette.server.projects.premises import Premises
 from oubliette.server.sessions.boxes import Boxes
 from oubliette.server.sessions.keys import SessionKeys
 from oubliette.server.sessions.messages import Bounds, Messages
@@ -197,6 +198,7 @@ class App:
     ) -> None:
         self._settings = settings
         self._folders = Folders(home.path)
+        self._clearing = asyncio.Lock()
         self._database = database
         self._tasks = tasks
         self._clock = clock = SystemClock()
@@ -246,10 +248,12 @@ class App:
             idle_after_s=settings.idle_after_s,
         )
         self.sessions = sessions = Sessions(stands, tasks=tasks, brought=brought)
+        premises = Premises(database, tasks, self._vacate)
         messages = Messages(
             stands,
             sessions,
             tasks=tasks,
+            premises=premises,
             bounds=Bounds(
                 sessions=settings.sessions_max,
                 sessions_per_project=settings.sessions_per_project,
@@ -268,7 +272,7 @@ class App:
             sessions=sessions,
             messages=messages,
             timeout_max_s=settings.caller_tool_timeout_max_s,
-            forget_workspace=self._forget_workspace,
+            premises=premises,
         )
         self.gate = Gate(rooms)
         self._boxed = Boxed(
@@ -295,6 +299,7 @@ class App:
 
     async def start(self) -> str | None:
         """Take up what was open, and make the first token if nobody could come in otherwise: its secret."""
+        await self._vacate_strays()
         restarted = await self.sessions.take_up()
         if restarted:
             self._carriers.promise_all(self._settings.restart_grace_s)
@@ -330,28 +335,28 @@ class App:
     def _profile(self, autonomy: str) -> LaunchProfile:
         return builtin.profile(commands=self._runtime.isolated or self._settings.unsafe_no_sandbox, autonomy=autonomy)
 
-    def _forget_workspace(self, project_id: str, workspace_id: str | None) -> None:
-        self._tasks.create_task(asyncio.to_thread(self._folders.forget, project_id, workspace_id))
+    async def _vacate(self, project_id: str, workspace_id: str | None) -> None:
+        await asyncio.to_thread(self._folders.set_aside, project_id, workspace_id)
+        self._tasks.create_task(self._clear())
 
-    async def _forget_strays(self) -> None:
-        """Remove what a server that died had deleted and not yet removed."""
-        # The folders first: a workspace that is made meanwhile has its row before it has a folder.
+    async def _clear(self) -> None:
+        async with self._clearing:  # it may take long, and threads are few
+            await asyncio.to_thread(self._folders.clear)
+
+    async def _vacate_strays(self) -> None:
+        """Take out of the way what a server that died had deleted, while nobody can make a workspace there."""
+        kept = set(await self._database.read(projects.every_workspace))
+        alive = {project_id for project_id, _ in kept}  # each has one at least
         for project_id, workspace_id in await asyncio.to_thread(self._folders.workspaces):
-
-            async def find(tx: Tx, where: tuple[str, str] = (project_id, workspace_id)) -> tuple[bool, bool]:
-                has_project = await tx.one("SELECT 1 FROM projects WHERE id = ?", where[0]) is not None
-                return has_project, await projects.find_workspace(tx, *where) is not None
-
-            has_project, has_workspace = await self._database.read(find)
-            if not has_workspace:
-                stray = workspace_id if has_project else None
-                await asyncio.to_thread(self._folders.forget, project_id, stray)
+            if (project_id, workspace_id) not in kept:
+                stray = workspace_id if project_id in alive else None
+                await asyncio.to_thread(self._folders.set_aside, project_id, stray)
 
     async def _sweep(self) -> None:
         """End what nobody keeps, at once and now and then; forget what is kept no longer."""
         # First the trial box of a fresh start, which is nobody's, so that it is not taken for an orphan.
         await self.why_not_ready()
-        await self._forget_strays()
+        await self._clear()
         while True:
             await self._boxes.reap()
             before = self._clock.now() - self._settings.outcomes_kept_s

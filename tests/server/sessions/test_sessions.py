@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from oubliette.server import app
 from oubliette.server.app import LOCAL
 from oubliette.server.caller_tools.exchange import Exchange
+from oubliette.server.containers import folders
 from oubliette.server.droids import processes
 from oubliette.server.droids.acp import AcpDroid, AcpDroids
 from oubliette.server.droids.dialogue import Patience
@@ -530,9 +532,11 @@ async def test_files_whose_deletion_a_server_did_not_live_to_see_are_removed_by_
     strays = [workspace.parent / "22222222-2222-4222-8222-222222222222", home / "projects" / "33333333" / "workspaces"]
     for stray in strays:
         (stray / "in" / "it").mkdir(parents=True)
+    left = home / "projects" / ".gone" / "left"
+    left.mkdir(parents=True)
     async with world(home):
-        for stray in strays:
-            await gone(stray)
+        assert not any(stray.exists() for stray in strays), "out of the way before anybody may ask for anything"
+        await gone(left)
         assert (workspace / "kept").read_text() == "hello\n"
 
 
@@ -558,6 +562,53 @@ async def test_a_workspace_that_is_deleted_takes_its_files_along(tmp_path: Path)
         await here.ask("session_end", session_id=told["session_id"])
         assert (await here.ask("workspace_delete", **named))["deleted"]
         await gone(folder)
+
+
+@either
+async def test_a_workspace_made_again_at_once_begins_empty_and_keeps_what_it_gets(
+    tmp_path: Path, suspends: bool, monkeypatch: pytest.MonkeyPatch
+):
+    remove, may_remove = folders.remove, threading.Event()
+
+    def late(path: Path) -> None:
+        may_remove.wait(20)
+        remove(path)
+
+    async with world(tmp_path / "h", suspends=suspends) as here:
+        project = await here.project()
+        told = await here.run(project, '[{"sh": "echo x > old"}]', create_workspace=True)
+        named: dict[str, Any] = {"project_id": project, "workspace_id": told["workspace_id"]}
+        await here.ask("session_end", session_id=told["session_id"])
+        monkeypatch.setattr(folders, "remove", late)
+        plan = '<<plan [{"sh": "ls; echo x > new"}, {"say": "$last"}]>>'
+        params: dict[str, Any] = {**named, "create_workspace": True, "message": plan, "wait_seconds": 20}
+        try:
+            deleted, again = await asyncio.gather(
+                here.ask("workspace_delete", **named), here.ask("session_message", **params)
+            )
+        finally:
+            may_remove.set()
+        assert (deleted["deleted"], again["workspace_created"]) == (True, True)
+        assert "old" not in again["result"]
+        async with asyncio.timeout(10):
+            while list((tmp_path / "h" / "projects" / ".gone").iterdir()):
+                await asyncio.sleep(0.01)
+        folder = tmp_path / "h" / "projects" / project / "workspaces" / told["workspace_id"]
+        assert [path.name for path in folder.iterdir()] == ["new"]
+
+
+async def test_whoever_asked_for_a_deletion_may_leave_and_the_files_go(tmp_path: Path):
+    async with world(tmp_path / "h", suspends=True) as here:
+        project = await here.project()
+        told = await here.run(project, '[{"sh": "echo x > old"}]', create_workspace=True)
+        named: dict[str, Any] = {"project_id": project, "workspace_id": told["workspace_id"]}
+        await here.ask("session_end", session_id=told["session_id"])
+        async with asyncio.TaskGroup() as asking, asyncio.timeout(10):
+            asked = asking.create_task(here.ask("workspace_delete", **named))
+            while len((await here.ask("workspace_list", project_id=project))["workspaces"]) == 2:
+                await asyncio.sleep(0)
+            asked.cancel()
+        await gone(tmp_path / "h" / "projects" / project / "workspaces" / told["workspace_id"])
 
 
 async def test_events_of_a_tree_page_by_cursor_without_loss(tmp_path: Path):

@@ -5,6 +5,7 @@ HOME/boxes/<number>/box.json     the note: whose box, and its processes
                     home/        the box's private home
                     keeper.log   what the keeper said before it died, as a rule nothing
 HOME/projects/<project>/workspaces/<workspace>/   outlives its boxes
+HOME/projects/.gone/<number>/                     what was deleted and is not removed yet
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from oubliette.server import ids
 from oubliette.server.errors import BoxFailed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
@@ -83,6 +85,7 @@ class Folders:
     def __init__(self, home: Path) -> None:
         self.home = home
         self._boxes = home / "boxes"
+        self._gone = home / "projects" / ".gone"  # beside what it takes in, and no id
 
     def of(self, box_id: str) -> Folder:
         return Folder(self._boxes / _plain(box_id.removeprefix("box_")))
@@ -95,12 +98,24 @@ class Folders:
         found = (self.home / "projects").glob("*/workspaces/*")
         return sorted((path.parts[-3], path.name) for path in found if _NAME.match(path.name))
 
-    def forget(self, project_id: str, workspace_id: str | None) -> None:
-        """Remove the files of a workspace, or of a project with all of them."""
-        if workspace_id is not None:
-            remove(self.workspace(project_id, workspace_id))
-        else:
-            remove(self.home / "projects" / _plain(project_id))
+    def set_aside(self, project_id: str, workspace_id: str | None) -> None:
+        """Take the files of a workspace, or of a project with all of them, to where `clear` removes them."""
+        projects = self.home / "projects"
+        path = self.workspace(project_id, workspace_id) if workspace_id is not None else projects / _plain(project_id)
+        if not path.exists():
+            return
+        try:
+            self._gone.mkdir(mode=0o700, exist_ok=True)
+            path.chmod(0o700)  # a droid may have closed it, and what is closed cannot be moved
+            path.rename(self._gone / ids.new_key())
+        except OSError:
+            remove(path)  # a file system of its own: slower, and out of the way all the same
+
+    def clear(self) -> None:
+        """Remove what was set aside, by this server or by one before it."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._gone.iterdir():
+                remove(path)
 
     def all(self) -> Iterator[tuple[str, Folder]]:
         """Each folder there is, by the box it is of."""

@@ -17,6 +17,7 @@ from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.clock import Clock
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
+from oubliette.server.projects.premises import Premises
 from oubliette.server.sessions.messages import Messages
 from oubliette.server.sessions.sessions import Sessions
 from oubliette.server.storage.database import Database, Tx
@@ -97,7 +98,7 @@ class Rooms:
     sessions: Sessions
     messages: Messages
     timeout_max_s: float
-    forget_workspace: Callable[[str, str | None], None]  # removes the folder(s) of a project or workspace
+    premises: Premises
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,14 +171,14 @@ async def delete(rooms: Rooms, asked: Asked, params: ProjectNamed) -> Deleted:
     while gone:  # nobody waits on the loop while a large log goes
         gone = await rooms.database.write(lambda tx: projects.empty(tx, params.project_id, BULK_ROWS))
 
-    async def write(tx: Tx) -> None:
+    async def write(tx: Tx) -> bool:
         await projects.delete(tx, params.project_id)
         await tokens.revoke_narrowed(tx, params.project_id, now)
         await audit.write(tx, now, asked.entry("project_delete", params.project_id))
         await asked.keep(tx, deleted)
+        return True
 
-    await rooms.database.write(write)
-    rooms.forget_workspace(params.project_id, None)
+    await rooms.premises.delete(write, params.project_id)
     return deleted
 
 
@@ -207,18 +207,15 @@ async def workspace_list(rooms: Rooms, asked: Asked, params: WorkspaceList) -> W
 async def workspace_delete(rooms: Rooms, asked: Asked, params: WorkspaceDelete) -> Deleted:
     now = rooms.clock.now()
 
-    async def write(tx: Tx) -> Deleted:
+    async def write(tx: Tx) -> bool:
         project = await projects.get(tx, params.project_id)
         was_there = await projects.delete_workspace(tx, project, params.workspace_id)
         await audit.write(tx, now, asked.entry("workspace_delete", params.workspace_id))
-        deleted = Deleted(id=params.workspace_id, deleted=was_there)
-        await asked.keep(tx, deleted)
-        return deleted
+        await asked.keep(tx, Deleted(id=params.workspace_id, deleted=was_there))
+        return was_there
 
-    deleted = await rooms.database.write(write)
-    if deleted.deleted:
-        rooms.forget_workspace(params.project_id, params.workspace_id)
-    return deleted
+    was_there = await rooms.premises.delete(write, params.project_id, params.workspace_id)
+    return Deleted(id=params.workspace_id, deleted=was_there)
 
 
 OPERATIONS = (

@@ -253,6 +253,11 @@ async def workspaces(tx: Tx, project_id: str, *, limit: int, offset: int) -> lis
     return [_workspace(row) for row in rows]
 
 
+async def every_workspace(tx: Tx) -> list[tuple[str, str]]:
+    """Each there is: its project and its own id."""
+    return [(row[0], row[1]) for row in await tx.all("SELECT project_id, id FROM workspaces")]
+
+
 async def touch_workspace(tx: Tx, workspace_id: str, now: float) -> None:
     await tx.run("UPDATE workspaces SET last_session_at = ? WHERE id = ?", now, workspace_id)
 

@@ -1,5 +1,6 @@
 """Messages to sessions: which session a message goes to, and what a session is started with."""
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,6 +9,7 @@ from oubliette.server import audit, ids
 from oubliette.server.caller_tools.declaration import Declaration
 from oubliette.server.errors import Conflict, Forbidden, TooMany
 from oubliette.server.projects import projects
+from oubliette.server.projects.premises import Premises
 from oubliette.server.projects.projects import Project, Resolved
 from oubliette.server.sessions import rows
 from oubliette.server.sessions.lifecycle import State
@@ -73,8 +75,9 @@ class Bounds:
 
 
 class Messages:
-    def __init__(self, rooms: Rooms, sessions: Sessions, *, bounds: Bounds, tasks: Tasks) -> None:
+    def __init__(self, rooms: Rooms, sessions: Sessions, *, bounds: Bounds, premises: Premises, tasks: Tasks) -> None:
         self._rooms = rooms
+        self._premises = premises
         self._sessions = sessions
         self._bounds = bounds
         self._tasks = tasks
@@ -169,8 +172,12 @@ class Messages:
             await kept(tx, written.messaged)
             return written
 
+        chooses = wanted.create_workspace and wanted.workspace_id is not None
+
         async def done() -> Messaged:
-            return await self._settled(await self._rooms.database.write(write), wanted)
+            async with self._premises.naming if chooses else contextlib.nullcontext():
+                written = await self._rooms.database.write(write)
+            return await self._settled(written, wanted)
 
         return await self._tasks.to_the_end(done())
 
