@@ -63,6 +63,7 @@ class _Written:
 
     messaged: Messaged
     redeclared: bool = False
+    interrupts: int | None = None  # the turn that it found before it
     parent_end: int | None = None  # where the parent's log ends with it
 
 
@@ -191,8 +192,8 @@ class Messages:
             self._sessions.redeclare(session)
         live = self._sessions.live(session.id)
         if live is not None:
-            if wanted.interrupt and not messaged.spawned:
-                await live.cancel()
+            if written.interrupts is not None:
+                await live.cancel(written.interrupts)
             live.wake()
         self._rooms.following.wake(session.id, messaged.log_end)
         if written.parent_end is not None and session.parent_id is not None:
@@ -312,6 +313,7 @@ class Messages:
             await rows.set_declaration(tx, current.id, wanted.declaration)
             said.append(_declared(wanted.declaration))
             current = replace(current, declaration=wanted.declaration)
+        before = await rows.next_turn(tx, current.id) if wanted.interrupt else None
         turn = await rows.queue(tx, current.id, wanted.message, wanted.source, now)
         said.append(UserMessage(text=wanted.message, turn=turn, source=wanted.source))
         end = await self._rooms.events.append(tx, current.id, said, now)
@@ -323,7 +325,8 @@ class Messages:
             last_event_index=current.next_index - 1,
             log_end=end,
         )
-        return _Written(messaged=messaged, redeclared=redeclared)
+        interrupts = before.number if before is not None else None
+        return _Written(messaged=messaged, redeclared=redeclared, interrupts=interrupts)
 
 
 def replace_choices(choices: Choices, *, autonomy: str, oubliette_scope: str | None) -> Choices:

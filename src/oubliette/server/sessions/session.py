@@ -87,7 +87,7 @@ class LiveSession:
         self._loss: str | None = None
         self._listed = asyncio.Event()
         self._has_returned = False
-        self._is_cancelled = False
+        self._cancelled = 0  # the last turn that was to be cancelled
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -109,8 +109,8 @@ class LiveSession:
         return self._row.workspace_id
 
     @property
-    def has_open_turn(self) -> bool:
-        return self._open_turn is not None
+    def open_turn(self) -> int | None:
+        return self._open_turn
 
     # -- asked by operations ------------------------------------------------------------------------------------
 
@@ -122,21 +122,23 @@ class LiveSession:
         """The droid asked for its tools as they are now, and was answered."""
         self._listed.set()
 
-    async def cancel(self) -> bool:
-        """Cancel the open turn, and what it waits for; False where none is open."""
-        if self._open_turn is None:
+    async def cancel(self, turn: int) -> bool:
+        """Cancel this turn, and what it waits for; False where it is not open. The next one is let alone."""
+        if self._open_turn != turn:
             return False
-        self._is_cancelled = True  # a turn whose droid is still being made ends before it is told of it
+        over = self._over
+        self._cancelled = turn  # one whose droid is still being made ends before the droid is told of it
         # The droid first: one that saw its call fail before it knew would go on with its plan. Most let go of their
         # calls by themselves; for those that forget to, the calls end here.
-        if self._droid is not None and self._droid.has_turn(self._open_turn):
+        if self._droid is not None and self._droid.has_turn(turn):
             await self._droid.cancel()
             try:
                 async with asyncio.timeout(LET_GO_WITHIN_S):
-                    await self._over.wait()
+                    await over.wait()
             except TimeoutError:
                 pass
-        await self._rooms.exchange.cancel_all(self._id, "the turn was cancelled")
+        if self._open_turn in (turn, None):  # else its calls ended with it, and these are another turn's
+            await self._rooms.exchange.cancel_all(self._id, "the turn was cancelled")
         return True
 
     async def stop(self) -> None:
@@ -195,8 +197,7 @@ class LiveSession:
 
     async def _take(self, turn: rows.Turn) -> None:
         """See a turn to its end, whether it begins now or has been open since before a restart."""
-        self._over.clear()
-        self._is_cancelled = False
+        self._over = asyncio.Event()  # who waits for the end of a turn waits for that one
         self._open_turn = turn.number
         if turn.state is TurnState.QUEUED:
             await self._start(turn)
@@ -218,7 +219,7 @@ class LiveSession:
         try:
             if not droid.has_turn(turn.number):
                 await self._wait_relisted()
-                if self._is_cancelled:
+                if self._cancelled == turn.number:
                     await self._close(turn.number, Outcome(stop_reason="cancelled", text=""))
                     return
                 await droid.prompt(turn.number, turn.prompt)

@@ -143,17 +143,18 @@ class Sessions:
         await asyncio.gather(*(self.end(actor, door, child_id, reason=PARENT_ENDED) for child_id in left))
 
     async def cancel(self, actor: Actor, door: str, session_id: str) -> bool:
-        """Cancel the open turn; what is queued stays queued."""
+        """Cancel the turn that is open now; what is queued stays queued."""
         now = self._rooms.clock.now()
         live = self._live.get(session_id)
-        outcome = "ok" if live is not None and live.has_open_turn else "nothing open"
+        turn = live.open_turn if live is not None else None
+        outcome = "ok" if turn is not None else "nothing open"
 
         async def write(tx: Tx) -> None:
             await audit.note(tx, now, actor, door=door, operation="session_cancel", target=session_id, outcome=outcome)
 
         # Before it is done: whoever asks may leave while the droid is still letting go.
         await self._rooms.database.write(write)
-        return await live.cancel() if live is not None else False
+        return live is not None and turn is not None and await live.cancel(turn)
 
     # -- a server's life ----------------------------------------------------------------------------------------
 
