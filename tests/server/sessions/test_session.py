@@ -149,3 +149,19 @@ async def test_an_interrupt_ends_the_turn_that_was_open_and_leaves_what_was_queu
         for number in (2, 3):
             assert await talk.answer(await talk.asked())
             assert (await talk.turn(number))["stop_reason"] == "end_turn"
+
+
+async def test_a_cancel_that_comes_while_the_droid_is_given_its_prompt_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = Gate()
+    monkeypatch.setattr(AcpDroid, "prompt", gate.before(AcpDroid.prompt))
+    async with world(tmp_path / "h") as here, asyncio.timeout(30):
+        plan = '<<plan [{"sleep": 3}, {"say": "not reached"}]>>'
+        told = await here.ask("session_message", project_id=await here.project(), message=plan)
+        await gate.reached.wait()
+        assert (await here.ask("session_cancel", session_id=told["session_id"]))["cancelled"]
+        gate.open()
+        await here.ask("session_watch", session_id=told["session_id"], wait_seconds=20)
+        (turn,) = (await here.ask("session_get", session_id=told["session_id"]))["turns"]
+        assert turn["stop_reason"] == "cancelled"

@@ -223,6 +223,8 @@ class LiveSession:
                     await self._close(turn.number, Outcome(stop_reason="cancelled", text=""))
                     return
                 await droid.prompt(turn.number, turn.prompt)
+                if self._cancelled == turn.number:  # meanwhile, by somebody who found no turn there to stop
+                    await droid.cancel()
             await self._wait_over(droid)
         except DroidFailed as failure:
             self._loss = failure.message
