@@ -1,6 +1,6 @@
 """The whole server in this process, without its HTTP door: operations are asked through the gate."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class World:
     def __init__(self, app: App, database: Database) -> None:
         self.app = app
         self.database = database
+        self.leaves_sessions = False  # with their boxes, as a server that stops does
 
     async def ask(self, operation: str, *, actor: Actor = LOCAL, door: str = "local", **params: Any) -> Any:
         """The result as JSON; raises what the gate or the operation raises."""
@@ -57,10 +58,13 @@ class World:
 
 
 @asynccontextmanager
-async def world(home: Path, *, suspends: bool = False, **flags: Any) -> AsyncGenerator[World]:
+async def world(
+    home: Path, *, suspends: bool = False, over: Callable[[Database], Database] | None = None, **flags: Any
+) -> AsyncGenerator[World]:
     """An app on this home; leaving it ends its sessions and their boxes.
 
-    With `suspends`, on a database that waits at every statement and tries every unit twice.
+    With `suspends`, on a database that waits at every statement and tries every unit twice; what is put `over` it is
+    what the app has.
     """
     settings = load("", {}, {"home": str(home), **flags})
     place = Home(settings.home)
@@ -70,6 +74,8 @@ async def world(home: Path, *, suspends: bool = False, **flags: Any) -> AsyncGen
         database = SuspendingDatabase(place.database)
     else:
         database = SqliteDatabase(place.database, durability=settings.durability)
+    if over is not None:
+        database = over(database)
     try:
         async with Tasks() as tasks:
             app = App(settings, place, database, tasks, lambda name: None, await installation(database))
@@ -78,7 +84,8 @@ async def world(home: Path, *, suspends: bool = False, **flags: Any) -> AsyncGen
             try:
                 yield here
             finally:
-                for (session_id,) in await here.rows("SELECT id FROM sessions WHERE ended_at IS NULL"):
+                left = "SELECT id FROM sessions WHERE ended_at IS NULL"
+                for (session_id,) in [] if here.leaves_sessions else await here.rows(left):
                     await app.sessions.end(LOCAL, "local", session_id)
                 await app.close()
             raise _Done

@@ -19,6 +19,7 @@ from oubliette.server.clock import Clock
 from oubliette.server.containers.runtime import Box, BoxSpec, Places, Runtime
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.errors import BoxFailed
+from oubliette.server.sessions.insistence import insist
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.server.tasks import Tasks
 
@@ -261,7 +262,7 @@ class Boxes:
             if not await self._runtime.is_alive(one.box):
                 logger.warning("a box was lost", extra={"box_id": one.id, "session_id": one.box.session_id})
                 one.watch = None
-                await self.end(one)
+                await insist(one.box.session_id, lambda: self.end(one))
                 one.lost("the box ended: its first process is gone")
                 return
             try:

@@ -13,11 +13,12 @@ from oubliette.server.caller_tools.exchange import Exchange
 from oubliette.server.clock import Clock
 from oubliette.server.droids.driver import Droid, Outcome
 from oubliette.server.droids.driver import Session as DroidSession
-from oubliette.server.errors import DroidFailed, OublietteError
+from oubliette.server.errors import DroidFailed, OublietteError, StorageFailed
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.sessions import ends, rows
 from oubliette.server.sessions.boxes import Boxes, OpenBox
+from oubliette.server.sessions.insistence import insist
 from oubliette.server.sessions.lifecycle import Move, TurnState
 from oubliette.server.storage.database import Database, Tx
 from oubliette.wire.events import Error, Event, TurnStarted, Warn
@@ -165,22 +166,29 @@ class LiveSession:
     # -- its own task -------------------------------------------------------------------------------------------
 
     async def run(self, *, resumed: bool = False) -> None:
-        """Live until ended. A fault ends this session and nothing else."""
+        """Live until ended. A fault ends this session and nothing else; a database that fails is waited for."""
         try:
             if resumed:
-                await self._resume()
-            while True:
-                turn = await self._next()
-                if turn is not None:
-                    await self._take(turn)
-                elif await self._expire():
-                    return
+                await insist(self._id, self._resume)
+            while not await insist(self._id, self._round):
+                pass
         except OublietteError as failure:
             logger.warning("a session failed", extra={"session_id": self._id, "kind": failure.kind})
             await self._fail(failure.kind, failure.message)
         except Exception:
             logger.exception("a session failed", extra={"session_id": self._id})
             await self._fail("internal", "a bug in the server ended this session; its log has the details")
+
+    async def _round(self) -> bool:
+        """Take the next turn, or end for want of one; whether that was the end."""
+        self._open_turn = None  # where the database failed in a turn, its row tells how far that came
+        if self._loss is not None and self._droid is not None:
+            await self._clear()
+        turn = await self._next()
+        if turn is None:
+            return await insist(self._id, self._expire)
+        await self._take(turn)
+        return False
 
     async def _next(self) -> rows.Turn | None:
         """The turn to take, or None when none came for too long."""
@@ -276,11 +284,15 @@ class LiveSession:
         key, said = await rooms.keys.for_droid(self._id)
         if said:
             await self._say(*said)
-        self._droid = await rooms.droids.start(self, self._box, api_key=key)
+        try:
+            self._droid = await rooms.droids.start(self, self._box, api_key=key)
+        except StorageFailed:
+            await self._clear()  # it may have been started, and nobody would know it
+            raise
         return self._droid
 
     async def _resume(self) -> None:
-        box = await self._rooms.boxes.adopt(self._id, lost=self._box_lost)
+        box = self._box or await self._rooms.boxes.adopt(self._id, lost=self._box_lost)
         if box is None:
             return
         self._box = box
@@ -346,11 +358,20 @@ class LiveSession:
             self._rooms.boxes.spawn(self._say(Warn(kind="mcp_not_connected", message=message)))
 
     async def _fail(self, kind: str, message: str) -> None:
-        if self._open_turn is not None:
-            await self._close(self._open_turn, _lost(kind, message))
-        await self._say(Error(kind=kind, message=message))
-        now = self._rooms.clock.now()
-        await self._rooms.database.write(lambda tx: ends.decide(tx, self._id, Move.FAIL, message, now))
+        """Decide that the session ends for this, with the turn that it had."""
+        turn, now = self._open_turn, self._rooms.clock.now()
+
+        async def write(tx: Tx) -> int:
+            said = [*await self.turn_ended(tx, turn, _lost(kind, message))] if turn is not None else []
+            session = await rows.get(tx, self._id)
+            if session.ended_at is not None:
+                return session.next_index - 1
+            last = await self._rooms.events.append(tx, self._id, (*said, Error(kind=kind, message=message)), now)
+            await ends.decide(tx, self._id, Move.FAIL, message, now)
+            return last
+
+        last = await insist(self._id, lambda: self._rooms.database.write(write))
+        self._rooms.following.wake(self._id, last)
         self._ending(self._id)
 
     async def _expire(self) -> bool:

@@ -1,0 +1,130 @@
+"""Sessions over a database that takes nothing for a while: they go on, or end, once it does."""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oubliette.server.droids.profiles import builtin
+from oubliette.server.sessions import insistence
+from oubliette.server.sessions.boxes import Boxes, OpenBox
+from oubliette.server.storage.database import Database
+from tests.kit.app import World, world
+from tests.kit.refusing_database import RefusingDatabase
+
+ECHO: dict[str, Any] = {"caller_id": "ant", "caller_tools": [{"name": "echo"}]}
+SLEEP = '<<plan [{"say": "half of it"}, {"sleep": 60}]>>'
+
+
+@asynccontextmanager
+async def outage(home: Path, *rooms: str, **flags: Any) -> AsyncGenerator[tuple[World, RefusingDatabase]]:
+    """A world over such a database, which refuses these rooms' units a few times from the start."""
+    made: list[RefusingDatabase] = []
+
+    def over(database: Database) -> RefusingDatabase:
+        made.append(RefusingDatabase(database))
+        made[0].refuse(*rooms, times=3)
+        return made[0]
+
+    async with world(home, over=over, **flags) as here:
+        try:
+            yield here, made[0]
+        finally:
+            made[0].take_all()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(insistence, "AGAIN_S", 0.05)
+
+
+async def end_of(here: World, session_id: str) -> dict[str, Any]:
+    await here.ask("session_watch", session_id=session_id, until="end", wait_seconds=20)
+    return await here.ask("session_get", session_id=session_id)
+
+
+async def said(here: World, session_id: str, kind: str) -> None:
+    """Wait until the log holds an event of this type."""
+    async with asyncio.timeout(20):
+        while kind not in {event["type"] for event in await here.events(session_id)}:
+            await asyncio.sleep(0.01)
+
+
+BEGINNINGS = ["LiveSession._next", "LiveSession._begin", "SessionKeys.for_droid", "Boxes._record", "Process."]
+
+
+@pytest.mark.parametrize("room", BEGINNINGS)
+async def test_a_session_whose_database_refuses_for_a_while_goes_on_with_what_was_queued(
+    tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch
+):
+    record = Boxes._record
+
+    async def late(boxes: Boxes, one: OpenBox) -> None:
+        # asyncio loses a connection whose door is closed as it comes: the keeper is in when its box is given up.
+        await one.attached.wait()
+        await record(boxes, one)
+
+    monkeypatch.setattr(Boxes, "_record", late)
+    async with outage(tmp_path / "h", room) as (here, database):
+        project = await here.project()
+        for number, word in enumerate(("one", "two"), 1):
+            done = await here.run(project, f'[{{"say": "{word}"}}]')
+            assert (done["turn"], done.get("result")) == (number, word)
+        await database.refused()
+
+
+async def test_a_turn_whose_droid_is_lost_during_an_outage_ends_by_name_and_the_next_one_runs(tmp_path: Path):
+    async with outage(tmp_path / "h") as (here, database):
+        project = await here.project()
+        told = await here.ask("session_message", project_id=project, message=SLEEP)
+        await said(here, told["session_id"], "delta")
+        ((pid,),) = await here.rows("SELECT handle ->> 'pid' FROM boxes WHERE state = 'running'")
+        database.refuse("LiveSession._close", "LiveSession._has_ended", "Boxes.end", times=6)
+        os.kill(int(pid), 9)
+        done = await here.run(project, '[{"say": "on"}]')
+        await database.refused()
+        assert (done["turn"], done.get("result")) == (2, "on")
+        turns = (await here.ask("session_get", session_id=told["session_id"], turns=2))["turns"]
+        assert turns[0]["stop_reason"] == "error"
+
+
+async def test_a_session_that_fails_during_an_outage_says_so_once_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usual = builtin.profile
+    monkeypatch.setattr(builtin, "profile", lambda **how: dataclasses.replace(usual(**how), argv=("/not/there",)))
+    async with outage(tmp_path / "h", "LiveSession._fail") as (here, database):
+        told = await here.ask("session_message", project_id=await here.project(), message="x")
+        shown = await end_of(here, told["session_id"])
+        await database.refused()
+        assert shown["status"] == "failed"
+        log = await here.events(told["session_id"])
+        assert [event["kind"] for event in log if event["type"] == "error"] == ["droid_failed"]
+        assert log[-1].get("status") == "failed"
+
+
+async def test_a_session_that_idles_out_during_an_outage_ends_after_it(tmp_path: Path):
+    async with outage(tmp_path / "h", "LiveSession._expire", idle_after_s=1.0) as (here, database):
+        told = await here.run(await here.project(), '[{"say": "x"}]')
+        async with asyncio.timeout(1.9):  # no second wait for a message
+            assert (await end_of(here, told["session_id"]))["status"] == "timed_out"
+        await database.refused()
+
+
+@pytest.mark.parametrize("room", ["Boxes.adopt", "AcpDroids.resume"])
+async def test_a_session_that_is_taken_up_during_an_outage_goes_on_with_its_droid(tmp_path: Path, room: str):
+    async with world(tmp_path / "h") as here:
+        plan = '<<plan [{"say": "before"}, {"sleep": 1}, {"say": "after"}]>>'
+        told = await here.ask("session_message", project_id=await here.project(), message=plan)
+        await said(here, told["session_id"], "delta")
+        here.leaves_sessions = True
+    async with outage(tmp_path / "h", room) as (here, database):
+        await database.refused()
+        await here.ask("session_watch", session_id=told["session_id"], wait_seconds=20)
+        (turn,) = (await here.ask("session_get", session_id=told["session_id"]))["turns"]
+        assert (turn["stop_reason"], turn["text"]) == ("end_turn", "before\nafter")
