@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from oubliette.server.droids.profiles import builtin
-from oubliette.server.sessions import insistence
+from oubliette.server.errors import StorageFailed
+from oubliette.server.sessions import ends, insistence, sessions
 from oubliette.server.sessions.boxes import Boxes, OpenBox
 from oubliette.server.storage.database import Database
 from tests.kit.app import World, world
@@ -128,3 +130,65 @@ async def test_a_session_that_is_taken_up_during_an_outage_goes_on_with_its_droi
         await here.ask("session_watch", session_id=told["session_id"], wait_seconds=20)
         (turn,) = (await here.ask("session_get", session_id=told["session_id"]))["turns"]
         assert (turn["stop_reason"], turn["text"]) == ("end_turn", "before\nafter")
+
+
+async def test_an_end_that_is_not_stored_is_told_as_such_and_comes_once_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sessions, "ENDED_WITHIN_S", 0.2)
+    async with outage(tmp_path / "h", sessions_per_project=1) as (here, database):
+        project = await here.project()
+        session_id = (await here.run(project, '[{"say": "x"}]'))["session_id"]
+        database.refuse("Sessions._end_all_of", "Boxes.end")
+        for _ in range(2):
+            with pytest.raises(StorageFailed, match="decided and not stored yet: ask again") as told:
+                await here.ask("session_end", session_id=session_id)
+            assert told.value.retryable
+        database.take_all()
+        assert (await end_of(here, session_id))["status"] == "completed"
+        assert (await here.ask("session_end", session_id=session_id))["status"] == "completed"
+        assert "result" in await here.run(project, '[{"say": "its slot is free"}]')
+
+
+async def test_an_end_that_broke_on_a_bug_is_told_as_such_and_can_be_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with world(tmp_path / "h") as here:
+        session_id = (await here.run(await here.project(), '[{"say": "x"}]'))["session_id"]
+        with monkeypatch.context() as broken:
+            broken.setattr(ends, "complete", lambda *_: 1 / 0)
+            with pytest.raises(StorageFailed, match="ask again"):
+                await here.ask("session_end", session_id=session_id)
+        assert (await here.ask("session_end", session_id=session_id))["status"] == "completed"
+
+
+async def test_an_end_is_decided_or_refused_and_nothing_in_between(tmp_path: Path):
+    async with outage(tmp_path / "h") as (here, database):
+        session_id = (await here.run(await here.project(), '[{"say": "x"}]'))["session_id"]
+        database.refuse("Sessions.end", "Sessions._decided", times=1)
+        with pytest.raises(StorageFailed, match="no space left"):
+            await here.ask("session_end", session_id=session_id)
+        assert "result" in await here.ask(
+            "session_message", session_id=session_id, message='<<plan [{"say": "on"}]>>', wait_seconds=20
+        )
+
+
+@pytest.mark.parametrize("room", ["Ends.end", "Process.commit", "Sessions._end_children"])
+async def test_the_last_event_is_the_status_whatever_of_an_end_was_not_stored_at_once(tmp_path: Path, room: str):
+    async with outage(tmp_path / "h") as (here, database):
+        project, ant = await here.project(), await here.caller("ant")
+        child = {"tool": "session_message", "args": {"message": SLEEP}}
+        plan = f'<<plan [{json.dumps(child)}, {{"say": "half of it"}}, {{"tool": "ant_echo", "args": {{}}}}]>>'
+        told = await here.ask("session_message", actor=ant, project_id=project, message=plan, context=ECHO)
+        session_id = told["session_id"]
+        await here.ask("caller_tool_poll", actor=ant, session_id=session_id, wait_seconds=10)
+        (below,) = (await here.ask("session_get", session_id=session_id))["children"]
+        await said(here, below, "delta")
+        database.refuse(room, times=2)
+        await here.ask("session_end", session_id=session_id)
+        await database.refused()
+        for one in (session_id, below):
+            log = await here.events(one)
+            assert (log[-1]["type"], log[-1].get("status")) == ("status", "completed")
+            assert "half of it" in str([event for event in log if event["type"] == "completion"])
+        assert "caller_tool_resolved" in [event["type"] for event in await here.events(session_id)]

@@ -279,6 +279,12 @@ async def is_busy_below(tx: Tx, session_id: str) -> bool:
     return row is not None
 
 
+async def has_open_calls(tx: Tx, session_id: str) -> bool:
+    """Whether a call of a caller's tool has not ended."""
+    row = await tx.one("SELECT 1 FROM calls WHERE session_id = ? AND state = 'pending' LIMIT 1", session_id)
+    return row is not None
+
+
 async def set_declaration(tx: Tx, session_id: str, declaration: Declaration | None) -> None:
     await tx.run("UPDATE sessions SET declaration = ? WHERE id = ?", _encoded(declaration), session_id)
 

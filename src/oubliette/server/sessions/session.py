@@ -152,16 +152,23 @@ class LiveSession:
             task.cancel()
             # A box that is being made is taken down by the task itself.
             await asyncio.wait((task,), timeout=STOP_WITHIN_S)
-        droid, self._droid = self._droid, None
-        if droid is not None:
-            try:
-                async with asyncio.timeout(STOP_WITHIN_S):
-                    await droid.stop()
-            except TimeoutError:
-                logger.warning("a droid did not stop in time", extra={"session_id": self._id})
+        await self._part()
         box, self._box = self._box, None
         if box is not None:
             await self._rooms.boxes.end(box)
+        await self._part()  # one whose last words the database did not take: by now it has
+
+    async def _part(self) -> None:
+        """Have the droid stop; one that does not in time is left to the end of its box."""
+        if self._droid is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_WITHIN_S):
+                await self._droid.stop()
+        except TimeoutError:
+            logger.warning("a droid did not stop in time", extra={"session_id": self._id})
+        else:
+            self._droid = None
 
     # -- its own task -------------------------------------------------------------------------------------------
 

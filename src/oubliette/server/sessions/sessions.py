@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from oubliette.server import audit
-from oubliette.server.errors import NotFound
+from oubliette.server.errors import NotFound, StorageFailed
 from oubliette.server.sessions import ends, rows
+from oubliette.server.sessions.insistence import insist
 from oubliette.server.sessions.lifecycle import Move
 from oubliette.server.sessions.session import LiveSession, Rooms
 from oubliette.server.storage.database import Tx
@@ -22,6 +23,10 @@ _SERVER = Actor(principal="server", scope=Scope.ADMIN)
 
 
 PARENT_ENDED = "its parent ended"
+# Who asks for an end waits for so long; each part of it takes less, as long as the database takes what is stored.
+ENDED_WITHIN_S = 60.0
+CALLS_END_WITHIN_S = 10.0
+LOOK_EVERY_S = 0.1
 
 
 T = TypeVar("T")
@@ -82,26 +87,38 @@ class Sessions:
         *,
         reason: str = "ended on request",
     ) -> rows.Session:
-        """End a session with its droid, children, pending calls and derived key. Ending twice is no error."""
+        """End a session with its droid, children, pending calls and derived key. Ending twice is no error.
+
+        Raises `StorageFailed` where that is decided and still to come.
+        """
+        ending = await self._decided(actor, door, session_id, kept, reason=reason)
+        if ending is not None:
+            await asyncio.wait((ending,), timeout=ENDED_WITHIN_S)
+        session = await self.get(session_id)
+        if session.ended_at is None:
+            raise StorageFailed(f"the end of session {session_id} is decided and not stored yet: ask again")
+        return session
+
+    async def _decided(
+        self, actor: Actor, door: str, session_id: str, kept: Kept[rows.Session] | None = None, *, reason: str
+    ) -> asyncio.Task[None] | None:
+        """Decide that a session ends: the task that sees to it, None where it has ended."""
         now = self._rooms.clock.now()
 
-        async def write(tx: Tx) -> None:
+        async def write(tx: Tx) -> bool:
             will_be = await ends.decide(tx, session_id, Move.END, reason, now)
             outcome = "ok" if will_be is not None else "ended already"
             await audit.note(tx, now, actor, door=door, operation="session_end", target=session_id, outcome=outcome)
             if will_be is not None and kept is not None:
                 # It is decided: whoever hears of this after a crash hears of an end that comes, if not here.
                 await kept(tx, replace(await rows.get(tx, session_id), state=will_be))
+            return (await rows.get(tx, session_id)).ended_at is None
 
         async def decided() -> asyncio.Task[None] | None:
-            await self._rooms.database.write(write)
-            session = await self.get(session_id)
-            return self._see_to_end(session_id, actor, door) if session.ended_at is None else None
+            is_to_come = await self._rooms.database.write(write)
+            return self._see_to_end(session_id, actor, door) if is_to_come else None
 
-        ending = await self._tasks.to_the_end(decided())
-        if ending is not None:
-            await asyncio.wait((ending,))
-        return await self.get(session_id)
+        return await self._tasks.to_the_end(decided())
 
     def _see_to_end(self, session_id: str, actor: Actor = _SERVER, door: str = "server") -> asyncio.Task[None]:
         """The one task that ends a session whose end is decided; it outlives whoever asked for it."""
@@ -115,20 +132,33 @@ class Sessions:
     async def _end_all_of(self, actor: Actor, door: str, session_id: str) -> None:
         """The droid first, then its calls; the last event when there is nobody left who could add another."""
         for fault in await asyncio.gather(
-            self._stop(session_id), self._end_children(actor, door, session_id), return_exceptions=True
+            insist(session_id, lambda: self._stop(session_id)),
+            insist(session_id, lambda: self._end_children(actor, door, session_id)),
+            return_exceptions=True,
         ):
-            if isinstance(fault, Exception):  # no reason to go on: the sweep and the next start end what is left
+            if isinstance(fault, Exception):  # no reason to stop here: the sweep and the next start end what is left
                 logger.error("not all of a session was ended", exc_info=fault, extra={"session_id": session_id})
         await self._rooms.exchange.close_desk(session_id, "the session was ended")
+        await self._wait_for_calls(session_id)
         now = self._rooms.clock.now()
 
         async def write(tx: Tx) -> int:
             return await self._rooms.events.append(tx, session_id, await ends.complete(tx, session_id, now), now)
 
-        last = await self._rooms.database.write(write)
+        last = await insist(session_id, lambda: self._rooms.database.write(write))
         self._brought.pop(session_id, None)
         self._live.pop(session_id, None)
         self._rooms.following.wake(session_id, last)
+
+    async def _wait_for_calls(self, session_id: str) -> None:
+        """Let the ends of its calls be stored that were not at once: they are tried again where calls end."""
+        for _ in range(round(CALLS_END_WITHIN_S / LOOK_EVERY_S)):
+            if not await insist(
+                session_id, lambda: self._rooms.database.read(lambda tx: rows.has_open_calls(tx, session_id))
+            ):
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+        logger.error("calls of a session outlive it", extra={"session_id": session_id})
 
     async def _stop(self, session_id: str) -> None:
         live = self._live.get(session_id)
@@ -139,8 +169,15 @@ class Sessions:
     async def _end_children(self, actor: Actor, door: str, session_id: str) -> None:
         # Of a session that ends, these are all: it starts no more of them.
         children = await self._rooms.database.read(lambda tx: rows.children(tx, session_id))
-        left = [child.id for child in children if child.ended_at is None]
-        await asyncio.gather(*(self.end(actor, door, child_id, reason=PARENT_ENDED) for child_id in left))
+        endings: list[asyncio.Task[None] | None] = []
+        for child in children:
+            if child.is_live:
+                endings.append(await self._decided(actor, door, child.id, reason=PARENT_ENDED))
+            elif child.ended_at is None:
+                endings.append(self._see_to_end(child.id, actor, door))
+        coming = [ending for ending in endings if ending is not None]
+        if coming:
+            await asyncio.wait(coming)
 
     async def cancel(self, actor: Actor, door: str, session_id: str) -> bool:
         """Cancel the turn that is open now; what is queued stays queued."""
@@ -172,10 +209,13 @@ class Sessions:
             elif session.parent_id is not None and session.parent_id not in unended:
                 # Its parent's end was stored, and the server did not live to end the children.
                 self._live[session.id] = self._made(session)
-                self._tasks.create_task(self.end(_SERVER, "server", session.id, reason=PARENT_ENDED))
+                self._tasks.create_task(self._end_orphan(session.id))
             else:
                 self._run(session, resumed=True)
         return [session.id for session in found]
+
+    async def _end_orphan(self, session_id: str) -> None:
+        await insist(session_id, lambda: self._decided(_SERVER, "server", session_id, reason=PARENT_ENDED))
 
     async def bind(self, actor: Actor, session: rows.Session, stream_id: str | None) -> None:
         """The owner touched this session by an MCP session: that one's stream carries it from now on."""
