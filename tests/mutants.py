@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "REQ-CTR-001.3", LEDGER, "Stimulus.DISCONNECT: State.DISCONNECTED", "Stimulus.DISCONNECT: State.CANCELLED", GONE
     ),
-    Mutant("REQ-CTR-002", "server/sessions/sessions.py", "        self.declared(session.id)\n", "", AGAIN),
+    Mutant("REQ-CTR-002", "server/sessions/sessions.py", "                    self.declared(session.id)\n", "", AGAIN),
     Mutant("REQ-CTR-002.1", CLIENT, 'self.toolbox.declare(message["params"].get("tools"))', "False", RELAY),
     Mutant("REQ-CTR-002.2", ASKING, "    schema.check(asked.arguments, encoded, tool.box_name)\n", "", UNFIT),
     Mutant("REQ-CTR-003", DESK, '"type": "caller_tool_request"', '"type": "caller_tool_asked"', SHAPE),

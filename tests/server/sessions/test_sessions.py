@@ -46,6 +46,7 @@ from tests.kit.app import World, world
 from tests.kit.server import ServerProcess
 
 CHILD = json.dumps({"tool": "session_message", "args": {"message": '<<plan [{"say": "c"}]>>', "wait_seconds": 20}})
+LIST = json.dumps([{"list": True}])
 TOOLS: dict[str, Any] = {"caller_id": "ant", "caller_tools": [{"name": "echo"}]}
 
 
@@ -294,6 +295,56 @@ async def test_tools_declared_again_on_a_live_session_replace_the_old_ones(tmp_p
         again = {"caller_id": "ant", "caller_tools": [{"name": "other"}]}
         plan = '[{"wait_tool": "ant_other", "s": 10}, {"list": true}]'
         assert "ant_echo" not in (await here.run(project, plan, context=again))["result"]
+
+
+def below(*plan: dict[str, Any]) -> dict[str, Any]:
+    """A step that starts a session with this plan."""
+    return {"tool": "session_message", "args": {"message": f"<<plan {json.dumps(plan)}>>"}}
+
+
+@either
+async def test_tools_declared_again_reach_every_session_below_that_has_its_ancestors(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
+        project, ant = await here.project(), await here.caller("ant")
+        waits: dict[str, Any] = {"wait_tool": "ant_other", "s": 20}
+        working = (waits, {"list": True})
+        plan = json.dumps([below(below(*working), *working), below({"say": "x"}, below({"say": "y"}))])
+        root = (await here.run(project, plan, actor=ant, context=TOOLS))["session_id"]
+        at_work, told_otherwise = (await here.ask("session_get", session_id=root))["children"]
+        lowest = (await until(here, at_work, "child_started"))["child_session_id"]
+        heir = (await until(here, told_otherwise, "child_started"))["child_session_id"]
+        await here.ask("session_watch", session_id=told_otherwise, wait_seconds=20)
+        own = {"caller_id": "ant", "caller_tools": [{"name": "own"}]}
+        lent: dict[str, Any] = {"actor": ant, "message": "x", "context": own, "wait_seconds": 20}
+        await here.ask("session_message", session_id=told_otherwise, **lent)
+
+        again = {"caller_id": "ant", "caller_tools": [{"name": "other"}]}
+        await here.run(project, '[{"say": "x"}]', actor=ant, context=again)
+        for one in (at_work, lowest):
+            await here.ask("session_watch", session_id=one, wait_seconds=20)
+            shown = await here.ask("session_get", session_id=one)
+            assert shown["caller_tools"] == {"other": "ant_other"}
+            listed = shown["turns"][0]["text"]
+            assert "ant_other" in listed, "its client was told, in the middle of a turn"
+            assert "ant_echo" not in listed
+            declared = [event["tools"] for event in await here.events(one) if event["type"] == "caller_tools_declared"]
+            assert declared == [["echo"], ["other"]]
+        for one in (told_otherwise, heir):
+            assert (await here.ask("session_get", session_id=one))["caller_tools"] == {"own": "ant_own"}
+            said = await here.ask("session_message", session_id=one, message=f"<<plan {LIST}>>", wait_seconds=20)
+            assert "ant_own" in said["result"]
+            assert "ant_other" not in said["result"]
+
+
+async def test_a_session_below_that_was_lent_the_same_tools_itself_keeps_them(tmp_path: Path):
+    async with world(tmp_path / "h") as here:
+        project, ant = await here.project(), await here.caller("ant")
+        plan = json.dumps([below({"say": "x"})])
+        root = (await here.run(project, plan, actor=ant, context=TOOLS))["session_id"]
+        (child,) = (await here.ask("session_get", session_id=root))["children"]
+        await here.ask("session_message", actor=ant, session_id=child, message="x", context=TOOLS, wait_seconds=20)
+        await here.run(project, "[]", actor=ant, context={"caller_id": "ant", "caller_tools": []})
+        assert (await here.ask("session_get", session_id=child))["caller_tools"] == {"echo": "ant_echo"}
 
 
 async def test_a_declaration_in_context_and_at_the_top_level_must_agree(tmp_path: Path):

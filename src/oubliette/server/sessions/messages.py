@@ -1,9 +1,11 @@
 """Messages to sessions: which session a message goes to, and what a session is started with."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import msgspec
 
 from oubliette.server import audit, ids
 from oubliette.server.caller_tools.declaration import Declaration
@@ -62,7 +64,7 @@ class _Written:
     """What was committed with a message, and who is to hear of it."""
 
     messaged: Messaged
-    redeclared: bool = False
+    redeclared: Mapping[str, int] = field(default_factory=dict[str, int])  # whose tools changed, and their logs' ends
     interrupts: int | None = None  # the turn that it found before it
     parent_end: int | None = None  # where the parent's log ends with it
 
@@ -188,8 +190,12 @@ class Messages:
         session = messaged.session
         if messaged.spawned:
             self._sessions.begin(session, api_key=wanted.api_key)
+            if session.parent_id is not None:  # which may have been lent others since
+                await self._sessions.redeclare([session.id])
         elif written.redeclared:
-            self._sessions.redeclare(session)
+            await self._sessions.redeclare(written.redeclared)
+            for session_id, end in written.redeclared.items():
+                self._rooms.following.wake(session_id, end)
         live = self._sessions.live(session.id)
         if live is not None:
             if written.interrupts is not None:
@@ -283,8 +289,13 @@ class Messages:
             # A child has no more than its parent: its scope is the parent's at most, its bounds are the root's.
             scopes = (parent.choices.oubliette_scope, wanted.oubliette_scope)
             scope = None if None in scopes else ("read" if "read" in scopes else "write")
-            autonomy = _least(wanted.autonomy or parent.choices.autonomy, parent.choices.autonomy)
-            return replace_choices(parent.choices, autonomy=autonomy, oubliette_scope=scope)
+            return msgspec.structs.replace(
+                parent.choices,
+                autonomy=_least(wanted.autonomy or parent.choices.autonomy, parent.choices.autonomy),
+                oubliette_scope=scope,
+                brought_key=False,
+                own_tools=wanted.declaration is not None,
+            )
         settings = project.settings
         return Choices(
             autonomy=_least(wanted.autonomy or settings.get("autonomy") or "medium", wanted.autonomy_max),
@@ -299,7 +310,6 @@ class Messages:
     async def _send(self, tx: Tx, actor: Actor, current: rows.Session, wanted: Wanted, now: float) -> _Written:
         """Queue a message for a live session. Only its owner changes what is lent to it."""
         said: list[Event] = []
-        redeclared = wanted.declaration is not None and wanted.declaration != current.declaration
         if wanted.declaration is not None and current.owner != actor.principal:
             raise Forbidden("only the token that started this session can lend it tools")
         if wanted.oubliette_scope is not None or wanted.api_key is not None or wanted.autonomy is not None:
@@ -309,8 +319,11 @@ class Messages:
             )
         if _least(current.choices.autonomy, wanted.autonomy_max) != current.choices.autonomy:
             raise Forbidden("a droid cannot send to a session that may do more than its own")
-        if redeclared and wanted.declaration is not None:
-            await rows.set_declaration(tx, current.id, wanted.declaration)
+        redeclared: dict[str, int] = {}
+        if wanted.declaration is not None and current.parent_id is not None and not current.choices.own_tools:
+            await rows.set_choices(tx, current.id, msgspec.structs.replace(current.choices, own_tools=True))
+        if wanted.declaration is not None and wanted.declaration != current.declaration:
+            redeclared = await self._lend(tx, current, wanted.declaration, now)
             said.append(_declared(wanted.declaration))
             current = replace(current, declaration=wanted.declaration)
         before = await rows.next_turn(tx, current.id) if wanted.interrupt else None
@@ -328,15 +341,17 @@ class Messages:
         interrupts = before.number if before is not None else None
         return _Written(messaged=messaged, redeclared=redeclared, interrupts=interrupts)
 
+    async def _lend(self, tx: Tx, current: rows.Session, declaration: Declaration, now: float) -> dict[str, int]:
+        """Change a session's tools, also for those below that have them of it: where the log of each ends with that.
 
-def replace_choices(choices: Choices, *, autonomy: str, oubliette_scope: str | None) -> Choices:
-    return Choices(
-        autonomy=autonomy,
-        oubliette_scope=oubliette_scope,
-        brought_key=False,
-        max_depth=choices.max_depth,
-        max_descendants=choices.max_descendants,
-    )
+        Its own log is told of it with the message.
+        """
+        heirs = await rows.heirs(tx, current)
+        await rows.set_declaration(tx, [current.id, *(heir.id for heir in heirs)], declaration)
+        ends = {current.id: current.next_index}
+        for heir in heirs:
+            ends[heir.id] = await self._rooms.events.append(tx, heir.id, (_declared(declaration),), now)
+        return ends
 
 
 def _least(one: str, other: str) -> str:

@@ -20,6 +20,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     autonomy: str = "medium"
     oubliette_scope: str | None = None
     brought_key: bool = False  # the caller gave a key of its own; it is in memory only
+    own_tools: bool = False  # lent to it, though it is below another: else it has those of its parent
     max_depth: int
     max_descendants: int
 
@@ -285,8 +286,28 @@ async def has_open_calls(tx: Tx, session_id: str) -> bool:
     return row is not None
 
 
-async def set_declaration(tx: Tx, session_id: str, declaration: Declaration | None) -> None:
-    await tx.run("UPDATE sessions SET declaration = ? WHERE id = ?", _encoded(declaration), session_id)
+async def heirs(tx: Tx, session: Session) -> list[Session]:
+    """The live sessions below this one that have its tools, because none between them was lent its own."""
+    found = {session.id}
+    kept: list[Session] = []
+    for one in await tree(tx, session):
+        if one.parent_id in found and one.is_live and not one.choices.own_tools:
+            found.add(one.id)
+            kept.append(one)
+    return kept
+
+
+async def set_declaration(tx: Tx, session_ids: Sequence[str], declaration: Declaration) -> None:
+    marks = ", ".join("?" * len(session_ids))
+    await tx.run(
+        f"UPDATE sessions SET declaration = ? WHERE id IN ({marks})",  # noqa: S608
+        _encoded(declaration),
+        *session_ids,
+    )
+
+
+async def set_choices(tx: Tx, session_id: str, choices: Choices) -> None:
+    await tx.run("UPDATE sessions SET settings = ? WHERE id = ?", _encode(choices).decode(), session_id)
 
 
 async def set_stream(tx: Tx, session_id: str, stream_id: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ class Sessions:
         self._brought = brought
         self._live: dict[str, LiveSession] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
+        self._declaring = asyncio.Lock()
         self.declared: Callable[[str], None] = _nobody
 
     def live(self, session_id: str) -> LiveSession | None:
@@ -58,10 +59,14 @@ class Sessions:
         self._take_calls(session)
         self._run(session)
 
-    def redeclare(self, session: rows.Session) -> None:
-        """The tools that are lent to a live session changed."""
-        self._rooms.exchange.open_desk(session.id, session.root_id, session.owner, session.declaration)
-        self.declared(session.id)
+    async def redeclare(self, session_ids: Iterable[str]) -> None:
+        """The tools that are lent to these sessions changed: to what the rows say."""
+        async with self._declaring:  # so that who read them last is the last to tell of them
+            for session_id in session_ids:
+                session = await self.get(session_id)
+                if session.is_live and session.id in self._live:
+                    self._rooms.exchange.open_desk(session.id, session.root_id, session.owner, session.declaration)
+                    self.declared(session.id)
 
     def _take_calls(self, session: rows.Session) -> None:
         exchange = self._rooms.exchange
