@@ -504,6 +504,36 @@ async def test_a_key_that_the_caller_brings_must_be_alive_and_reaches_the_droid(
         assert "from inside" in names
 
 
+@pytest.mark.parametrize("operation", ["session_spawn", "session_message"])
+async def test_a_key_that_the_server_made_starts_children_and_one_that_the_caller_brought_starts_sessions_of_its_own(
+    tmp_path: Path, operation: str
+):
+    async with world(tmp_path / "h") as here:
+        project, other = await here.project(), await here.project()
+        made = await here.ask("token_create", name="own", scope="write")
+
+        def starting(**where: Any) -> str:
+            args = {"message": "x", "create_workspace": True, **where}
+            return json.dumps([{"tool": f"oubliette_{operation}", "args": args}, {"say": "$last"}])
+
+        async def started(plan: str, **key: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            asked: dict[str, Any] = {"project_id": project, "message": f"<<plan {plan}>>", "wait_seconds": 20}
+            told = await here.ask("session_spawn", **asked, **key)
+            by = await here.ask("session_get", session_id=told["session_id"])
+            return by, await here.ask("session_get", session_id=json.loads(told["result"])["session_id"])
+
+        by, one = await started(starting(), oubliette_scope="write")
+        assert (one["parent_session_id"], one["depth"], one["project_id"]) == (by["session_id"], 1, project)
+        brought = {"oubliette_api_key": made["token"]}
+        for where in (project, other):
+            by, one = await started(starting(project_id=where), **brought)
+            assert (one.get("parent_session_id"), one["depth"], one["project_id"]) == (None, 0, where)
+            assert "children" not in by or by["children"] == []
+        asked: dict[str, Any] = {"project_id": project, "message": f"<<plan {starting()}>>", "wait_seconds": 20}
+        refused = await here.ask("session_spawn", **asked, **brought)
+        assert "project_id is missing" in str(await here.events(refused["session_id"]))
+
+
 async def test_what_is_asked_out_of_a_box_gets_no_more_autonomy_than_the_box_has(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()

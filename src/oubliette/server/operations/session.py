@@ -37,7 +37,7 @@ Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Wait so many seco
 
 
 class Context(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a caller lends to a session."""
+    """What a caller lends to a session, and to those below it that were lent nothing themselves."""
 
     caller_id: Annotated[str | None, Meta(description="Prefix of your tools' names in the box, e.g. ant.")] = None
     caller_tools: list[OfferedTool] | None = None
@@ -80,14 +80,19 @@ class _Lending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionMessage(_Lending, kw_only=True, forbid_unknown_fields=True):
-    project_id: Annotated[str | None, Meta(description="Needed unless session_id is given.")] = None
+    project_id: Annotated[
+        str | None,
+        Meta(description="Needed unless session_id is given, or with a key that a box was given by oubliette_scope."),
+    ] = None
     session_id: Annotated[str | None, Meta(description="Send to this very session.")] = None
     message: Annotated[str, Meta(min_length=1, max_length=MESSAGE_BYTES)]
     interrupt: Annotated[bool, Meta(description="Cancel the running turn first.")] = False
 
 
 class SessionSpawn(_Lending, kw_only=True, forbid_unknown_fields=True):
-    project_id: Annotated[str | None, Meta(description="Needed except inside a box, where it is the session's.")] = None
+    project_id: Annotated[
+        str | None, Meta(description="Needed, except with a key that a box was given by oubliette_scope.")
+    ] = None
     message: Annotated[str, Meta(min_length=1, max_length=MESSAGE_BYTES)]
 
 
@@ -579,8 +584,9 @@ OPERATIONS = (
         params=SessionMessage,
         result=SessionMessaged,
         summary="Give a droid a message, and lend it your tools. Goes to the workspace's live session, or starts one"
-        " in a box of its own. Returns at once; follow by session_watch, session_events or your stream. A message for"
-        " a busy session waits its turn.",
+        " in a box of its own; asked with a key that a box was given by oubliette_scope, starts a child of the box's"
+        " session unless session_id names one. Returns at once; follow by session_watch, session_events or your stream."
+        " A message for a busy session waits its turn.",
         run=message,
         wait=waited,
         writes=True,
@@ -592,8 +598,9 @@ OPERATIONS = (
         target=Target.PROJECT,
         params=SessionSpawn,
         result=SessionMessaged,
-        summary="Start a new session with a first message, whatever else lives in its workspace. Inside a box it is a"
-        " child of the box's session.",
+        summary="Start a new session with a first message, whatever else lives in its workspace. Asked with a key that"
+        " a box was given by oubliette_scope it is a child of the box's session; with any other key it is a session of"
+        " its own with that key's rights, out of a box too.",
         run=spawn,
         wait=waited,
         writes=True,
