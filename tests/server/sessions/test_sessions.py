@@ -464,6 +464,27 @@ async def test_a_list_of_sessions_is_without_what_is_lent_to_them(tmp_path: Path
         assert (await here.ask("session_get", session_id=listed["session_id"]))["caller_tools"] == {"echo": "ant_echo"}
 
 
+@either
+async def test_a_list_of_sessions_shows_the_beginning_of_the_last_prompt_of_each(tmp_path: Path, suspends: bool):
+    async with world(tmp_path / "h", suspends=suspends) as here:
+        project = await here.project()
+        words = ("first", "später " * 30)
+        told = [await here.ask("session_spawn", project_id=project, message=word, wait_seconds=20) for word in words]
+        one, other = (each["session_id"] for each in told)
+        droid = Actor(principal="d", scope=Scope.READ, project_id=project, session_id=one, derived=True)
+
+        async def prompts(**params: Any) -> dict[str, str]:
+            listed = await here.ask("session_list", project_id=project, **params)
+            return {each["session_id"]: each["last_prompt"] for each in listed["sessions"]}
+
+        assert await prompts() == {one: "first", other: ("später " * 30)[:80]}
+        await here.ask("session_message", session_id=one, message="second", wait_seconds=20)
+        assert await prompts() == {one: "second", other: ("später " * 30)[:80]}
+        assert await prompts(actor=droid) == {one: "second"}
+        assert await prompts(status=["failed"]) == {}
+        assert "last_prompt" not in await here.ask("session_get", session_id=one)
+
+
 async def test_a_derived_key_is_cut_to_its_creators_rights_and_dies_with_the_session(tmp_path: Path):
     async with world(tmp_path / "h") as here:
         project = await here.project()

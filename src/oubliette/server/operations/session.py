@@ -158,6 +158,10 @@ class SessionShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     caller_id: str | None = None
     caller_tools: dict[str, str] | None = None
     turn_count: int
+    last_prompt: Annotated[
+        str | None,
+        Meta(description=f"In a list: the first {rows.LAST_PROMPT_CHARS} characters of its newest message."),
+    ] = None
     last_index: int
     created_at: float
     updated_at: float
@@ -416,7 +420,7 @@ async def get(rooms: Rooms, asked: Asked, params: SessionGet) -> SessionShown:
 
 
 async def listed(rooms: Rooms, asked: Asked, params: SessionList) -> SessionsShown:
-    async def read(tx: Tx) -> list[rows.Session]:
+    async def find(tx: Tx) -> list[rows.Session]:
         if asked.actor.derived and asked.actor.session_id is not None:
             # A droid sees its own tree and no other.
             found = [
@@ -436,7 +440,13 @@ async def listed(rooms: Rooms, asked: Asked, params: SessionList) -> SessionsSho
             offset=params.offset,
         )
 
-    return SessionsShown(sessions=[_shown(rooms, one) for one in await rooms.database.read(read)])
+    async def read(tx: Tx) -> tuple[list[rows.Session], dict[str, str]]:
+        found = await find(tx)
+        return found, await rows.last_prompts(tx, [one.id for one in found])
+
+    found, prompts = await rooms.database.read(read)
+    shown = [msgspec.structs.replace(_shown(rooms, one), last_prompt=prompts.get(one.id)) for one in found]
+    return SessionsShown(sessions=shown)
 
 
 async def end(rooms: Rooms, asked: Asked, params: SessionNamed) -> SessionEnded:

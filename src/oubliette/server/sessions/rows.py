@@ -77,6 +77,7 @@ _SESSION = (
 # What is lent to a session may be megabytes: who reads many sessions reads them without.
 _BRIEF = _SESSION.replace(" declaration,", " NULL,")
 _TURN = "number, prompt, state, source, created_at, started_at, ended_at, stop_reason, text, error, usage"
+LAST_PROMPT_CHARS = 80
 _COUNT_MAX = 2**63 - 1  # beyond it JSON's readers end
 _choices = msgspec.json.Decoder(Choices).decode
 _declaration = msgspec.json.Decoder(Declaration).decode
@@ -241,6 +242,18 @@ async def listed(
         offset,
     )
     return [_session(row) for row in rows]
+
+
+async def last_prompts(tx: Tx, session_ids: Sequence[str]) -> dict[str, str]:
+    """The beginning of the newest message of each."""
+    marks = ", ".join("?" * len(session_ids)) or "NULL"
+    found = await tx.all(
+        "SELECT sessions.id, substr(prompt, 1, ?) FROM sessions JOIN turns"  # noqa: S608
+        f" ON turns.session_id = sessions.id AND turns.number = sessions.turns WHERE sessions.id IN ({marks})",
+        LAST_PROMPT_CHARS,
+        *session_ids,
+    )
+    return {row[0]: row[1] for row in found}
 
 
 async def move(tx: Tx, session_id: str, step: Move, now: float, reason: str | None = None) -> tuple[Event, ...]:
