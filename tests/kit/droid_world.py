@@ -19,7 +19,7 @@ from oubliette.server.droids.acp import AcpDroid, AcpDroids
 from oubliette.server.droids.dialogue import Patience
 from oubliette.server.droids.driver import LaunchProfile, Outcome
 from oubliette.server.droids.processes import Processes
-from oubliette.server.events.log import EventLog
+from oubliette.server.events.log import PLACES, EventLog
 from oubliette.server.storage.database import Database, Tx
 from oubliette.server.storage.sqlite import SqliteDatabase
 from oubliette.wire.events import Completion, Error, Event
@@ -34,6 +34,12 @@ SETUP = (
     " (id, project_id, workspace_id, owner, state, root_id, depth, settings, created_at, updated_at)"
     " VALUES (?, 'p', 'w', 'o', 'running', ?, 0, '{}', 0, 0)"
 )
+
+
+async def _begun(tx: Tx) -> None:
+    """The one session of this world; its log is the first."""
+    await tx.run(SETUP, SESSION, SESSION)
+    await EventLog.begin(tx, SESSION)
 
 
 @dataclass(frozen=True)
@@ -121,9 +127,7 @@ class World:
     async def log(self) -> list[dict[str, Any]]:
         """Every event of the session, read by a database connection of its own."""
         database = SqliteDatabase(self.file)
-        rows = await database.read(
-            lambda tx: tx.all("SELECT idx, body FROM events WHERE session_id = ? ORDER BY idx", SESSION)
-        )
+        rows = await database.read(lambda tx: tx.all("SELECT place - ?, body FROM events ORDER BY place", PLACES))
         await database.close()
         assert [index for index, _ in rows] == list(range(len(rows)))
         return [msgspec.json.decode(body) for _, body in rows]
@@ -191,7 +195,7 @@ async def world(
     async with keeping(BOX) as keeper:
         made = World(folder, keeper, Box(BOX, places), profile or built_in(), patience or Patience())
         database = SqliteDatabase(made.file)
-        await database.write(lambda tx: tx.run(SETUP, SESSION, SESSION))
+        await database.write(_begun)
         await database.close()
         yield made
 

@@ -158,6 +158,7 @@ class Rig:
                 OWNER,
                 root,
             )
+            await self.events.begin(tx, session_id)
 
         await self.database.write(write)
         self.sessions[session_id] = (root, lent)

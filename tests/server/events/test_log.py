@@ -29,6 +29,7 @@ async def with_sessions(store: Database) -> Database:
                 session_id,
                 session_id,
             )
+            await EventLog.begin(tx, session_id)
 
     await store.write(write)
     return store
@@ -244,7 +245,7 @@ def test_whatever_is_purged_the_rest_is_whole(
         with sqlite3.connect(path) as connection:
             rows = connection.execute("SELECT count(*), coalesce(sum(length(body)), 0) FROM events").fetchone()
             counted = connection.execute(
-                "SELECT next_index - first_index, event_bytes FROM sessions WHERE id = 's1'"
+                "SELECT next_index - first_index, event_bytes FROM logs WHERE session_id = 's1'"
             ).fetchone()
         connection.close()
         assert rows == counted

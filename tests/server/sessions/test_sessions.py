@@ -31,7 +31,7 @@ from oubliette.server.errors import (
     TooMany,
     Unauthenticated,
 )
-from oubliette.server.events.log import EventLog
+from oubliette.server.events.log import PLACES, EventLog
 from oubliette.server.home import Home
 from oubliette.server.limits import PAGE_BYTES
 from oubliette.server.operations.operation import Asked
@@ -746,7 +746,9 @@ async def test_a_page_of_a_tree_holds_so_many_bytes_however_many_logs_it_merges(
                 event = page_and_more if number == place == 3 else Message(text="x" * 100_000)
                 # Times of one log need not follow its order.
                 await here.database.write(partial(log.append, session_id=one, events=[event], now=2e9 + number % 4))
-        counted = await here.rows("SELECT session_id, idx FROM events")
+        counted = await here.rows(
+            "SELECT session_id, place - number * ? FROM logs JOIN events ON place / ? = number", PLACES, PLACES
+        )
         seen: list[tuple[str, int]] = []
         page: dict[str, Any] = {"more": True}
         while page["more"]:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from oubliette.server.errors import NotFound, StorageFailed
+from oubliette.server.events.log import EventLog
 from oubliette.server.storage.database import Database, Tx, Unit
 from oubliette.server.storage.migrations import MIGRATIONS
 from oubliette.server.storage.sqlite import Durability, SqliteDatabase, migrate
 from oubliette.server.storage.write_ahead_log import WriteAheadLog
+from oubliette.wire.events import Delta
 from tests.kit.exchange_rig import database
 
 KINDS = ["process", "power", "suspending"]
@@ -233,6 +235,37 @@ async def test_a_migration_that_fails_leaves_the_step_before_it(
     connection.close()
 
 
+async def test_events_of_older_files_keep_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "oubliette.db"
+    connection = sqlite3.connect(path, isolation_level=None)
+    for step in MIGRATIONS[:2]:
+        for statement in step:
+            connection.execute(statement)
+    connection.execute("PRAGMA user_version=2")
+    for made, (session_id, first, count) in enumerate([("s1", 2, 3), ("s2", 0, 2)]):
+        connection.execute(
+            "INSERT INTO sessions (id, project_id, workspace_id, owner, state, root_id, depth, settings, next_index,"
+            " first_index, event_bytes, created_at, updated_at)"
+            " VALUES (?, 'p', 'w', 'o', 'idle', ?, 0, '{}', ?, ?, 7, ?, 0)",
+            (session_id, session_id, first + count, first, made),
+        )
+        for index in range(first, first + count):
+            body = b'{"type":"delta","text":"%d"}' % index
+            connection.execute("INSERT INTO events VALUES (?, ?, 'delta', 1, ?)", (session_id, index, body))
+    connection.close()
+    store = SqliteDatabase(path)
+    log = EventLog(store)
+    page = await log.page("s1", 1)
+    assert [(event["index"], event["text"]) for event in page.events] == [(2, "2"), (3, "3"), (4, "4")]
+    assert (page.first_index, page.end_index) == (2, 4)
+    assert await store.write(lambda tx: log.append(tx, "s2", [Delta(text="new")], 2)) == 2
+    assert [event["text"] for event in (await log.page("s2", -1)).events] == ["0", "1", "new"]
+    session = await store.read(lambda tx: tx.one("SELECT next_index, event_bytes FROM logs WHERE session_id = 's2'"))
+    assert session is not None
+    assert session[0] == 3
+    await store.close()
+
+
 # -- a full disk ----------------------------------------------------------------------------------------------------
 
 FULL = textwrap.dedent(
@@ -246,7 +279,7 @@ FULL = textwrap.dedent(
 
     async def put(tx, name, size):
         await tx.run("INSERT INTO audit (at, door, operation, outcome) VALUES (1, 'd', ?, 'ok')", name)
-        await tx.add("INSERT INTO events VALUES (?, 0, 'delta', 1, ?)", name, b"x" * size)
+        await tx.add("INSERT INTO process_pieces VALUES (?, 'text', 0, ?)", name, b"x" * size)
         return name
 
     async def main():
@@ -288,7 +321,7 @@ async def test_a_full_disk_refuses_exactly_what_had_no_room_and_halves_nothing(t
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     kept = ["first", "later", "small1", "small2"]
     assert [row[0] for row in connection.execute("SELECT operation FROM audit ORDER BY 1")] == kept
-    assert [row[0] for row in connection.execute("SELECT session_id FROM events ORDER BY 1")] == kept
+    assert [row[0] for row in connection.execute("SELECT process_id FROM process_pieces ORDER BY 1")] == kept
     connection.close()
 
 
@@ -301,7 +334,7 @@ async def test_the_log_stays_short_while_much_is_written(embedded: SqliteDatabas
     largest = 0
     for number in range(1500):
         await embedded.write(
-            lambda tx, number=number: tx.run("INSERT INTO events VALUES ('s', ?, 'delta', 1, ?)", number, b"x" * 8000)
+            lambda tx, number=number: tx.run("INSERT INTO events VALUES (?, 'delta', 1, ?)", number, b"x" * 8000)
         )
         largest = max(largest, (tmp_path / "oubliette.db-wal").stat().st_size)
     assert largest < 800_000 + 64 * 3 * 8000 * 2  # what may be written between two looks, and the pages around it

@@ -16,7 +16,7 @@ _COLUMNS = (
 _INSERT = (
     "INSERT INTO calls (request_id, session_id, call_key, kind, tool, digest, arguments, owner, instance, state,"
     " created_at, deadline_at, deadline_max_at, timeout_s, request_index)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT next_index FROM sessions WHERE id = ?))"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT next_index FROM logs WHERE session_id = ?))"
     " ON CONFLICT (session_id, request_id) DO NOTHING"
 )
 _BY_KEY = (

@@ -6,6 +6,7 @@ from typing import Any
 
 from oubliette.server import ids
 from oubliette.server.errors import Conflict, InvalidParams, NotFound
+from oubliette.server.events import log
 from oubliette.server.storage.database import Row, Tx
 
 NAMES_READ = 1000  # at a time, where one is looked for
@@ -130,12 +131,10 @@ async def empty(tx: Tx, project_id: str, limit: int) -> int:
     """Let so many rows of what a project's sessions left go; how many went. Raises `Conflict` where one lives."""
     await _check_idle(tx, project_id)
     sessions = "SELECT id FROM sessions WHERE project_id = ?"
-    await tx.run(
-        "UPDATE sessions SET first_index = next_index, event_bytes = 0"
-        " WHERE project_id = ? AND first_index < next_index",
-        project_id,
-    )
-    for table, key in (("events", "idx"), ("calls", "request_id"), ("turns", "number")):
+    gone = await log.empty(tx, sessions, project_id, limit=limit)
+    if gone:
+        return gone
+    for table, key in (("calls", "request_id"), ("turns", "number")):
         gone = await tx.run(
             f"DELETE FROM {table} WHERE (session_id, {key}) IN"  # noqa: S608
             f" (SELECT session_id, {key} FROM {table} WHERE session_id IN ({sessions}) LIMIT ?)",
@@ -154,7 +153,8 @@ async def delete(tx: Tx, project_id: str) -> None:
     processes = f"SELECT id FROM processes WHERE session_id IN ({sessions})"  # noqa: S608
     for table in ("process_input", "process_pieces"):
         await tx.run(f"DELETE FROM {table} WHERE process_id IN ({processes})", project_id)  # noqa: S608
-    for table in ("events", "turns", "calls", "processes", "boxes", "tokens"):
+    await log.empty(tx, sessions, project_id, limit=log.PLACES)
+    for table in ("logs", "turns", "calls", "processes", "boxes", "tokens"):
         await tx.run(f"DELETE FROM {table} WHERE session_id IN ({sessions})", project_id)  # noqa: S608
     await tx.run("DELETE FROM sessions WHERE project_id = ?", project_id)
     await tx.run("DELETE FROM workspaces WHERE project_id = ?", project_id)

@@ -262,6 +262,7 @@ class Messages:
             ended_at=None,
         )
         await rows.insert(tx, session)
+        await self._rooms.events.begin(tx, session_id)
         turn = await rows.queue(tx, session_id, wanted.message, wanted.source, now)
         said: list[Event] = [Status(status=State.STARTING.value)]
         if declaration is not None:

@@ -72,7 +72,8 @@ class Turn:
 
 _SESSION = (
     "id, project_id, workspace_id, owner, token_id, state, ending, reason, parent_id, root_id, depth, settings,"
-    " declaration, stream_id, next_index, turns, external_id, source, created_at, updated_at, ended_at"
+    " declaration, stream_id, (SELECT next_index FROM logs WHERE logs.session_id = sessions.id), turns, external_id,"
+    " source, created_at, updated_at, ended_at"
 )
 # What is lent to a session may be megabytes: who reads many sessions reads them without.
 _BRIEF = _SESSION.replace(" declaration,", " NULL,")

@@ -84,4 +84,25 @@ _ENDINGS = (
     "CREATE INDEX sessions_not_ended ON sessions (created_at) WHERE ended_at IS NULL",
 )
 
-MIGRATIONS = (_FIRST, _ENDINGS)
+# What grows with every event stands apart: a session's row is wide, and is written whole. Events lie in the order of
+# their logs under one number each, so that the next of a log is written beside the one before.
+_LOGS = (
+    """CREATE TABLE logs (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE,
+        next_index INTEGER NOT NULL DEFAULT 0, first_index INTEGER NOT NULL DEFAULT 0,
+        event_bytes INTEGER NOT NULL DEFAULT 0)""",
+    """INSERT INTO logs (session_id, next_index, first_index, event_bytes)
+        SELECT id, next_index, first_index, event_bytes FROM sessions ORDER BY created_at""",
+    "ALTER TABLE events RENAME TO events_by_session",
+    """CREATE TABLE events (
+        place INTEGER PRIMARY KEY, type TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL)""",
+    """INSERT INTO events (place, type, at, body)
+        SELECT (logs.number << 32) + idx, type, at, body
+        FROM logs JOIN events_by_session ON events_by_session.session_id = logs.session_id ORDER BY 1""",
+    "DROP TABLE events_by_session",
+    "ALTER TABLE sessions DROP COLUMN next_index",
+    "ALTER TABLE sessions DROP COLUMN first_index",
+    "ALTER TABLE sessions DROP COLUMN event_bytes",
+)
+
+MIGRATIONS = (_FIRST, _ENDINGS, _LOGS)
