@@ -69,12 +69,10 @@ class Lane(asyncio.Protocol):
         return len(self._waiting) + len(self._in_flight)
 
     def post(self, body: bytes, done: Done) -> None:
-        """Send at once if the lane is idle, else together with what else is posted in this turn of the loop."""
+        """Send together with what else is posted in this turn of the loop: together it is worked on and answered."""
         self._waiting.append((body, done))
         if self._transport is None:
             self._wanted.set()
-        elif not self._in_flight:
-            self._flush()
         elif not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
