@@ -37,7 +37,7 @@ from oubliette.server.endpoints.mcp.sessions import McpSessions
 from oubliette.server.endpoints.mcp.strangers import Strangers
 from oubliette.server.endpoints.mcp.transport import McpEndpoint
 from oubliette.server.endpoints.relay import Relay
-from oubliette.server.errors import NotConfigured, OublietteError
+from oubliette.server.errors import NotConfigured, OublietteError, StorageFailed
 from oubliette.server.events.following import Following
 from oubliette.server.events.log import EventLog
 from oubliette.server.home import Home, locked
@@ -358,12 +358,18 @@ class App:
         await self.why_not_ready()
         await self._clear()
         while True:
-            await self._boxes.reap()
-            before = self._clock.now() - self._settings.outcomes_kept_s
-            for forget in (calls.forget, tokens.forget_derived):
-                while await self._database.write(lambda tx, forget=forget, at=before: forget(tx, at, BULK_ROWS)):
-                    pass
+            try:
+                await self._sweep_once()
+            except StorageFailed as failure:
+                logger.warning("a sweep was cut short", extra={"reason": failure.message})
             await asyncio.sleep(SWEEP_EVERY_S)
+
+    async def _sweep_once(self) -> None:
+        await self._boxes.reap()
+        before = self._clock.now() - self._settings.outcomes_kept_s
+        for forget in (calls.forget, tokens.forget_derived):
+            while await self._database.write(lambda tx, forget=forget: forget(tx, before, BULK_ROWS)):
+                pass
 
 
 def _runtime(settings: Settings) -> Runtime:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from oubliette.server import app
 from oubliette.server.droids.profiles import builtin
 from oubliette.server.errors import StorageFailed
 from oubliette.server.sessions import ends, insistence, sessions
@@ -192,3 +193,20 @@ async def test_the_last_event_is_the_status_whatever_of_an_end_was_not_stored_at
             assert (log[-1]["type"], log[-1].get("status")) == ("status", "completed")
             assert "half of it" in str([event for event in log if event["type"] == "completion"])
         assert "caller_tool_resolved" in [event["type"] for event in await here.events(session_id)]
+
+
+async def test_input_goes_on_though_it_cannot_be_forgotten(tmp_path: Path) -> None:
+    async with outage(tmp_path / "h", "Process._took") as (here, database):
+        project = await here.project()
+        told = await here.run(project, '[{"say": "one"}]')
+        await database.refused()
+        again = await here.run(project, '[{"say": "two"}]')
+        assert (told["result"], again["result"]) == ("one", "two")
+
+
+async def test_a_sweep_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SWEEP_EVERY_S", 0.02)
+    async with outage(tmp_path / "h", "App._sweep") as (_, database):
+        for _ in range(3):
+            await database.refused()
+            database.refuse("App._sweep", times=1)

@@ -24,7 +24,7 @@ from oubliette.server.clock import Clock
 from oubliette.server.droids.assembly import Assembly
 from oubliette.server.droids.driver import KeeperLink
 from oubliette.server.droids.redaction import masked
-from oubliette.server.errors import BoxFailed, OublietteError
+from oubliette.server.errors import BoxFailed, OublietteError, StorageFailed
 from oubliette.server.storage.database import Database, Row, Tx
 from oubliette.wire.relay import KEEPER_HELD_BYTES_MAX, Accepted, Exited, ProcessState, Stdout
 
@@ -277,7 +277,10 @@ class Process:
                 "DELETE FROM process_input WHERE process_id = ? AND start + length(data) <= ?", self.id, accepted
             )
 
-        await self._processes.database.write(forget)
+        try:
+            await self._processes.database.write(forget)
+        except StorageFailed:
+            pass  # what the keeper took next is forgotten with this
 
     # -- the driver's side --------------------------------------------------------------------------------------
 
