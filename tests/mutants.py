@@ -368,7 +368,7 @@ MUTANTS = (
     Mutant(
         "OTD-TESTING.5",
         "server/tokens/token.py",
-        "return ranks.index(self) >= ranks.index(needed)",
+        "return _RANKS[self] >= _RANKS[needed]",
         "return True",
         BEYOND,
     ),

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from oubliette.server import app
@@ -267,7 +268,7 @@ async def test_what_comes_out_of_a_box_lends_no_tools_whatever_its_key(tmp_path:
         project, ant = await here.project(), await here.caller("ant")
         lent = {"caller_id": "ant", "caller_tools": [{"name": "echo", "inputSchema": {"type": "object"}}]}
         root = (await here.run(project, '[{"say": "x"}]', actor=ant, context=lent))["session_id"]
-        droid = dataclasses.replace(ant, session_id=root)
+        droid = msgspec.structs.replace(ant, session_id=root)
         if key == "derived":
             droid = Actor(principal="d", scope=Scope.WRITE, project_id=project, session_id=root, derived=True)
         asked: list[tuple[str, dict[str, Any]]] = [

@@ -1,9 +1,10 @@
 """The caller's side: results, errors and progress, by the owner only. The first valid answer wins."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+from msgspec import structs
 
 from oubliette.server import audit
 from oubliette.server.caller_tools import calls, ledger
@@ -75,7 +76,7 @@ class Answering:
                 return Answered(accepted=True, state=ended.state.value)
             call = await self._ends.stored(session_id, request_id)
         if call is not None and ledger.is_repeat(call, stimulus, content):
-            await self._note(replace(entry, outcome="repeated"))
+            await self._note(structs.replace(entry, outcome="repeated"))
             return Answered(accepted=True, repeated=True, state=call.state.value)
         return await self._refuse(entry, ledger.refusal(call), call)
 
@@ -84,7 +85,7 @@ class Answering:
             "an answer to a caller-tool request was ignored",
             extra={"session_id": entry.session_id, "request_id": entry.target, "reason": reason},
         )
-        await self._note(replace(entry, outcome=f"refused: {reason}"))
+        await self._note(structs.replace(entry, outcome=f"refused: {reason}"))
         return Answered(accepted=False, reason=reason, state=call.state.value if call is not None else "")
 
     async def _note(self, entry: audit.Entry) -> None:

@@ -7,10 +7,11 @@ verified at every call. Whatever the key, the asking comes from inside: the gate
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import structs
 
 from oubliette.server import audit
 from oubliette.server.caller_tools.exchange import REFUSALS, Exchange
@@ -195,7 +196,7 @@ class Boxed:
             async with interest.lasting():
                 result = await self._operate(Asked(actor=actor, door="relay"), tool, arguments)
         except CallCancelled as unwanted:
-            await self.note(replace(entry, outcome=f"refused: {unwanted.kind}"))
+            await self.note(structs.replace(entry, outcome=f"refused: {unwanted.kind}"))
             raise
         if "_meta" not in result:
             await self.note(entry)

@@ -30,6 +30,7 @@ PARALLEL_MAX: Final = 64
 BODY_BYTES_MAX: Final = 64 * 1024
 # What arrived and cannot be begun yet; beyond it nothing more is read.
 HELD_BYTES_MAX: Final = 256 * 1024
+SCOPES_KEPT: Final = 64
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,7})(?=\r\n)", re.IGNORECASE)
 # A request with one of these is more than its body.
 _SPECIAL: Final = frozenset({b"connection", b"expect", b"transfer-encoding", b"upgrade"})
@@ -38,12 +39,13 @@ _SPECIAL: Final = frozenset({b"connection", b"expect", b"transfer-encoding", b"u
 class Known:
     """The head of a post as the parser read it: the same bytes with another length need no reading."""
 
-    __slots__ = ("_after", "_before", "_headers", "_length_at", "_scope", "at_once")
+    __slots__ = ("_after", "_before", "_headers", "_length_at", "_scope", "_scopes", "at_once")
 
     def __init__(self, head: bytes, length: re.Match[bytes], scope: Scope) -> None:
         self._before = head[: length.start(1)]
         self._after = head[length.end(1) :]
         self._scope = scope
+        self._scopes: dict[int, Scope] = {}
         self._headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self._length_at = next(place for place, (name, _) in enumerate(self._headers) if name == b"content-length")
         self.at_once = PARALLEL_MAX if PIPELINE in self._headers else 1
@@ -79,9 +81,15 @@ class Known:
         return (start, start + length) if start + length <= len(data) else None
 
     def scope(self, length: int) -> Scope:
-        headers = self._headers.copy()
-        headers[self._length_at] = (b"content-length", b"%d" % length)
-        return {**self._scope, "headers": headers}
+        """What a post of this length says of itself; one of the same length says the same. Not to be changed."""
+        scope = self._scopes.get(length)
+        if scope is None:
+            if len(self._scopes) >= SCOPES_KEPT:
+                self._scopes.clear()
+            headers = self._headers.copy()
+            headers[self._length_at] = (b"content-length", b"%d" % length)
+            scope = self._scopes[length] = {**self._scope, "headers": headers}
+        return scope
 
 
 class Connection(Protocol):

@@ -65,8 +65,7 @@ class Followed(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):  # every call makes one: see `Actor`
     """One call of an operation: by whom, through which door, and with which channel back."""
 
     actor: Actor

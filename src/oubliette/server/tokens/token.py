@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 _NARROWED = re.compile(r"project:([0-9a-f-]{36})(:ro)?")
 
 
@@ -15,10 +17,10 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
     def covers(self, needed: "Scope") -> bool:
-        ranks = (Scope.READ, Scope.WRITE, Scope.ADMIN)
-        return ranks.index(self) >= ranks.index(needed)
+        return _RANKS[self] >= _RANKS[needed]
 
 
+_RANKS = {scope: rank for rank, scope in enumerate(Scope)}
 _WRITTEN = {scope.value: scope for scope in Scope}
 
 
@@ -47,12 +49,13 @@ class Reach:
         return cls(scope=Scope.READ if narrowed[2] else Scope.WRITE, project_id=narrowed[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Actor:
+class Actor(msgspec.Struct, frozen=True, kw_only=True):
     """On whose behalf something is asked, as established by a key at this very call.
 
     `principal` is who owns what the actor creates; it survives the rotation of tokens. `session_id` is set when the
     asking comes out of a box, whatever key it carries; `derived` when the key was made by the server for that box.
+
+    A struct, though it crosses no wire: every request makes one, at a tenth of a frozen dataclass's price.
     """
 
     principal: str
