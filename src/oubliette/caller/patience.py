@@ -2,6 +2,9 @@
 
 import random
 
+# A server, or a proxy before it, may ask for more; a droid waits meanwhile.
+ASKED_MAX_S = 30.0
+
 
 class Patience:
     """Doubles from a twentieth of a second to two; spread, so that many callers do not return in step."""
@@ -11,7 +14,7 @@ class Patience:
 
     def next_s(self, at_least_s: float = 0.0) -> float:
         wait, self._next = self._next, min(self._next * 2, self._most)
-        return max(at_least_s, wait * random.uniform(0.75, 1.25))  # noqa: S311 - spreading, not secrecy
+        return max(min(at_least_s, ASKED_MAX_S), wait * random.uniform(0.75, 1.25))  # noqa: S311 - spreading, not secrecy
 
     def reset(self) -> None:
         self._next = self._first
