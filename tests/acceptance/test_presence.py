@@ -201,19 +201,37 @@ async def test_what_named_a_child_that_has_ended_carries_its_tree_no_longer(here
             assert (await box.answer(asked))["result"] == "heard"
 
 
-async def test_a_poll_whose_asker_has_gone_takes_nothing_from_who_comes_back(here: Scene) -> None:
+async def test_a_poll_whose_asker_has_gone_is_nobodys_presence(here: Scene) -> None:
     async with here.caller(stream=False) as gone, asyncio.TaskGroup() as tasks:
         session_id = await here.rest(gone, context=lent())
         polling = tasks.create_task(gone.poll(session_id, seconds=40))
-        for _ in range(3):  # by then the poll has arrived, too
+        for _ in range(3):  # the poll has left
             await gone.call("project_list")
         polling.cancel()
         await asyncio.wait((polling,))
-        async with here.caller() as back, here.box(session_id) as box:
-            await back.call("session_events", session_id=session_id, max_events=1)
-            asked = await box.request("caller_tool", tool="any", arguments={})
-            await back.answer(await back.request(), "came back")
-            assert (await box.answer(asked))["result"] == "came back"
+        async with here.box(session_id) as box:
+            told = await box.ask("caller_tool", tool="any", arguments={})
+            assert told["error"]["data"]["kind"] == "disconnected", "not in forty seconds: within the grace"
+
+
+async def test_between_two_polls_a_stream_brings_what_comes(here: Scene) -> None:
+    """A poll that was answered promises the next; who opens a stream instead is told there."""
+    async with here.caller(stream=False) as caller:
+        session_id = await here.rest(caller, context=lent())
+        async with here.box(session_id) as box:
+            asked = [await box.request("caller_tool", tool="any", arguments={"n": 0})]
+            (first,) = await caller.poll(session_id)
+            await caller.requests.get()
+            asked.append(await box.request("caller_tool", tool="any", arguments={"n": 1}))
+            await here.until(session_id, "caller_tool_request", arguments={"n": 1})
+            await caller.open_stream()
+            asked.append(await box.request("caller_tool", tool="any", arguments={"n": 2}))
+            for n in (1, 2):
+                request = await caller.request()
+                assert request["arguments"] == {"n": n}
+                await caller.answer(request, n)
+            await caller.answer(first, 0)
+            assert [(await box.answer(one))["result"] for one in asked] == [0, 1, 2]
 
 
 async def test_more_than_a_stream_may_hold_reaches_who_reads_it(here: Scene) -> None:

@@ -1,6 +1,7 @@
 """The caller against a server that misbehaves on demand. Against the real one: tests/walks and tests/caller."""
 
 import asyncio
+import math
 import traceback
 from typing import Any
 
@@ -492,6 +493,7 @@ async def test_requests_are_polled_for_where_no_stream_can_be_held(
 
 async def test_requests_are_polled_for_while_streams_die_young(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oubliette.caller.presence.HELD_S", 0.5)
+    monkeypatch.setattr("oubliette.caller.presence.POLL_WAIT_S", 0.5)
     async with FakeServer() as server, lent_to(server) as caller:
 
         @caller.tool
@@ -505,9 +507,12 @@ async def test_requests_are_polled_for_while_streams_die_young(monkeypatch: pyte
         assert (await server.ask("echo", {"n": 2}))["result"] == 2
         server.streams_cut = False
         await server.until(lambda: server.has_stream)
-        assert server.polls == 1, "a stream that has just begun may die as young as those before it"
+        # A stream that has just begun may die as young as those before it.
+        await server.until(lambda: server.polls == 1)
+        asked = len(polled_with(server))
         await server.until(lambda: server.polls == 0)
         assert (await server.ask("echo", {"n": 3}))["result"] == 3
+        assert len(polled_with(server)) <= asked + 2, "what holds is not polled beside"
 
 
 async def test_requests_are_polled_for_while_a_start_waits_for_its_turn() -> None:
@@ -527,7 +532,11 @@ async def test_requests_are_polled_for_while_a_start_waits_for_its_turn() -> Non
                 assert (await (await starting).result()).text == "done"
 
 
-async def test_polling_names_what_is_worked_on_and_ends_when_a_stream_can_be_held() -> None:
+async def test_polling_names_what_is_worked_on_and_ends_when_a_stream_can_be_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("oubliette.caller.presence.HELD_S", 0.2)
+    monkeypatch.setattr("oubliette.caller.presence.POLL_WAIT_S", 0.5)
     async with FakeServer() as server:
         server.streams_refused = True
         async with lent_to(server) as caller:
@@ -646,13 +655,21 @@ def polled_with(server: FakeServer) -> list[Any]:
 
 
 async def test_a_message_may_wait_for_its_turn_longer_than_other_calls_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oubliette.caller.endpoint.ANSWER_S", 0.5)
+    monkeypatch.setattr("oubliette.caller.endpoint.ANSWER_S", 2)
     async with FakeServer() as server, lent_to(server) as caller:
         session = await caller.start("demo", "go", wait_seconds=0.75)
-        await session.send("more", wait_seconds=0.75)
-        await caller.call("session_message", message="another", wait_seconds=0.75)
+        await session.send("more", wait_seconds=2.5)
+        await caller.call("session_message", message="another", wait_seconds=2.5)
         with pytest.raises(Unreachable, match="not known"):
             await caller.call("session_message", message="too long", wait_seconds=5, answer_in_s=0)
+
+
+@pytest.mark.parametrize("wait_seconds", [None, "5", -1, math.inf, math.nan])
+async def test_a_wait_that_is_none_starts_nothing(wait_seconds: Any) -> None:
+    async with FakeServer() as server, lent_to(server) as caller:
+        with pytest.raises((TypeError, ValueError)):
+            await caller.start("demo", "go", wait_seconds=wait_seconds)
+        assert [name for name, _ in server.calls if name == "session_message"] == []
 
 
 async def test_a_message_that_may_have_arrived_is_not_sent_twice() -> None:

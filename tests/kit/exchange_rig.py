@@ -49,6 +49,7 @@ class Heard:
 
     def __init__(self, kind: str = "stream", *stream_ids: str) -> None:
         self.kind = kind
+        self.is_here = True
         self.stream_ids = stream_ids
         self.told: list[dict[str, Any]] = []
         self.carries: list[str] = []

@@ -129,15 +129,13 @@ class Presence:
             self.add(session_id)
 
     def _stop_polling(self) -> None:
+        """Let every poll that is under way be the last: its answer may hold what is told nowhere else."""
         self.polling = False
-        for poller in self._pollers.values():
-            poller.cancel()
-        self._pollers.clear()
 
     async def _poll(self, session_id: str) -> None:
         """Fetch requests of a session's tree for as long as it lives and is ours."""
         patience = Patience()
-        while True:
+        while self.polling:
             # All that are open, of whichever session: a poll gives those of the children as well.
             known = self._open_requests()
             arguments = {"session_id": session_id, "known": known, "wait_seconds": POLL_WAIT_S}

@@ -43,6 +43,11 @@ class Carrier(Protocol):
         """The MCP sessions whose requests this stands on; none where it stands on a stream of its own."""
         ...
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be told of a request now; between two polls nobody can, though the next is promised."""
+        ...
+
     def has_room(self, again: Callable[[], None]) -> bool:
         """Whether another request may be announced now; if not, `again` is called once when it may.
 
@@ -98,13 +103,20 @@ class _Reach:
     timer: Timer | None = None
 
     def newest(self) -> Carrier | None:
-        poll = next((one for one in reversed(self.carriers) if one.kind == POLL), None)
-        if self.polls_only or not self.carriers:
+        """What takes requests now."""
+        here = [one for one in self.carriers if one.is_here]
+        poll = next((one for one in reversed(here) if one.kind == POLL), None)
+        if self.polls_only or not here:
             return poll
-        newest = self.carriers[-1]
+        newest = here[-1]
         if poll is not None and not set(poll.stream_ids).isdisjoint(newest.stream_ids):
             return poll  # who polls beside another request may not hear what is said on that one before its answer
         return newest
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the owner is there, or has promised to be."""
+        return any(one.kind == POLL for one in self.carriers) if self.polls_only else bool(self.carriers)
 
     def waits(self) -> bool:
         """Whether some request is on no carrier."""
@@ -214,7 +226,7 @@ class Carriers:
     def is_absent(self, reach_id: str) -> bool:
         """Whether the owner has no carrier, for longer than the grace and beyond every promise."""
         reach = self._reaches.get(reach_id)
-        return reach is not None and reach.newest() is None and self._gone_in(reach) <= 0
+        return reach is not None and not reach.is_held and self._gone_in(reach) <= 0
 
     def is_on(self, reach_id: str, request_id: str) -> Carrier | None:
         """The carrier that has this request."""
@@ -320,7 +332,7 @@ class Carriers:
         for request_id, on in reach.on.items():
             if on is carrier:
                 reach.on[request_id] = None
-        if reach.newest() is not None:
+        if reach.is_held:
             self._announce_waiting(reach_id, reach)
             return
         if reach.gone_at is None:
@@ -374,7 +386,7 @@ class Carriers:
         if reach.timer is not None:
             reach.timer.cancel()
             reach.timer = None
-        if reach.newest() is None and reach.waits():
+        if not reach.is_held and reach.waits():
             wait = self._gone_in(reach)
             if wait < math.inf:
                 reach.timer = self._clock.later(max(0.0, wait), self._look_for, reach_id)

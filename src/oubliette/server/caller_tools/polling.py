@@ -44,6 +44,10 @@ class Poll:
         self.arrived.set()
 
     @property
+    def is_here(self) -> bool:
+        return self.polling > 0
+
+    @property
     def stream_ids(self) -> Collection[str]:
         return self.asking.keys()
 

@@ -39,6 +39,7 @@ class Watch:
     """A request that takes notifications carries its session's caller-tool requests while it lasts."""
 
     kind = "request"
+    is_here = True
 
     def __init__(self, followed: Followed, stream_id: str | None) -> None:
         self._followed = followed

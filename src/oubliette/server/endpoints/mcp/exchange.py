@@ -147,6 +147,7 @@ class Exchange:
     def abandon(self) -> None:
         """From here on the client's leaving cancels the request, whatever the era says."""
         self._leaving_cancels = True
+        self.watch()
         if self._gone:
             self.cancel()
 

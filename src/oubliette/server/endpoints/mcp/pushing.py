@@ -59,6 +59,7 @@ class Updates:
     """A carrier that says only that there is something to read."""
 
     kind = "listen"
+    is_here = True
     stream_ids = ()
 
     def __init__(self, channel: Channel, uri: str) -> None:
@@ -154,6 +155,7 @@ class Standing:
     """One legacy session's stream: a carrier of what is bound to it, and a follower of its logs."""
 
     kind = "stream"
+    is_here = True
     stream_ids = ()
 
     def __init__(
