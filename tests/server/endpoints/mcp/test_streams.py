@@ -479,6 +479,29 @@ async def test_frames_that_wait_together_are_written_together() -> None:
     assert socket.bodies == [b"".join(b"%d;" % number for number in range(100))]
 
 
+async def test_room_for_announcements_is_not_taken_by_what_follows_a_log() -> None:
+    stream = Stream()
+    told: list[str] = []
+    for _ in range(30):
+        stream.notify("notifications/message", {"data": "x" * 100_000})
+    assert stream.has_room(lambda: told.append("again")), "they go ahead of it"
+    while stream.has_room(lambda: told.append("again")):
+        stream.announce("notifications/message", {"data": "y" * 100_000})
+    assert stream.undelivered < 4 * 1024 * 1024 + 200_000
+    sent = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if b"x" * 1000 in message.get("body", b""):
+            sent.set()
+        await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        writing = tasks.create_task(stream.write(send))
+        await sent.wait()
+        assert told == ["again"], "once, when they were written, and before the log is"
+        writing.cancel()
+
+
 async def test_an_announcement_passes_what_waits_behind_a_slow_write() -> None:
     stream, socket = Stream(), Socket(room=2)
     big = b"x" * 100_000

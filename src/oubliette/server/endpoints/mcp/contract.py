@@ -115,7 +115,7 @@ class Channel(Protocol):
         ...
 
     def has_room(self, again: Callable[[], None]) -> bool:
-        """Whether much may be queued still; if not, `again` is called once when little waits."""
+        """Whether much may be announced still; if not, `again` is called once when little of it waits."""
         ...
 
     def end(self) -> None:

@@ -48,6 +48,7 @@ class Stream:
         self._ahead: deque[bytes] = deque()
         self._queue: deque[bytes] = deque()
         self._waiting = 0  # bytes
+        self._announced = 0  # ... of them that go ahead
         self._wake: asyncio.Future[None] | None = None
         self._drain: asyncio.Future[None] | None = None
         self._ended = False
@@ -82,7 +83,7 @@ class Stream:
             await asyncio.shield(self._drain)
 
     def has_room(self, again: Callable[[], None]) -> bool:
-        if self._waiting < self._limit // 4 or self._ended:
+        if self._announced < self._limit // 4 or self._ended:
             return True
         self._wanting.append(again)
         return False
@@ -104,7 +105,11 @@ class Stream:
         if self._waiting + len(frame) > self._limit:
             self.cut("the stream was read too slowly: what waited for it passed its bound")
             return False
-        (self._ahead if ahead else self._queue).append(frame)
+        if ahead:
+            self._ahead.append(frame)
+            self._announced += len(frame)
+        else:
+            self._queue.append(frame)
         self._waiting += len(frame)
         self._rouse()
         return True
@@ -127,9 +132,7 @@ class Stream:
         """Drop what waits and end, with the reason as the last frame."""
         if self._ended:
             return
-        self._ahead.clear()
-        self._queue.clear()
-        self._waiting = 0
+        self._clear()
         if self._farewell is not None:
             frame = self._farewell(reason)
             self._queue.append(frame)
@@ -139,9 +142,7 @@ class Stream:
 
     def lost(self) -> None:
         """The client is gone: nothing can be written any more."""
-        self._ahead.clear()
-        self._queue.clear()
-        self._waiting = 0
+        self._clear()
         if not self._ended:
             self._stop()
 
@@ -179,10 +180,16 @@ class Stream:
                 return
             if self._waiting <= DRAINED_BYTES:
                 self._tell_drained()
+            if self._announced <= DRAINED_BYTES:
                 self._tell_of_room()
             if not self._waiting and not self._ended:
                 self._wake = self._loop.create_future()
                 await self._wake
+
+    def _clear(self) -> None:
+        self._ahead.clear()
+        self._queue.clear()
+        self._waiting = self._announced = 0
 
     def _take(self) -> bytes:
         """Frames to write together: announcements first, then the rest up to a size."""
@@ -193,6 +200,8 @@ class Stream:
                 frame = queue.popleft()
                 taken.append(frame)
                 size += len(frame)
+                if queue is self._ahead:
+                    self._announced -= len(frame)
             if queue:
                 break
         self._waiting -= size

@@ -199,6 +199,9 @@ class Streams:
         if stream.cut_at is not None and now - stream.cut_at >= patience.cut_wait_s:
             stream.abort()
         elif stream.sending_since is not None and now - stream.sending_since >= patience.stuck_s:
-            stream.cut("the stream was read too slowly: it stood still")
+            if stream.is_open:
+                stream.cut("the stream was read too slowly: it stood still")
+            else:
+                stream.abort()  # it has ended, and its last frames are not taken
         elif now - stream.written_at >= patience.heartbeat_after_s:
             stream.heartbeat()
