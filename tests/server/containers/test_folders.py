@@ -36,3 +36,9 @@ def test_what_cannot_be_moved_is_removed_in_its_place(folders: Folders, tmp_path
     (tmp_path / "projects" / ".gone").write_text("in the way")
     folders.set_aside("p", "w1")
     assert folders.workspaces() == [("p", "w2")]
+
+
+def test_what_somebody_else_put_there_is_left_alone(folders: Folders, tmp_path: Path):
+    for name in ("p copy", ".kept"):
+        (tmp_path / "projects" / name / "workspaces" / "w1").mkdir(parents=True)
+    assert folders.workspaces() == [("p", "w1"), ("p", "w2")]

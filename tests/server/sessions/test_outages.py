@@ -13,7 +13,7 @@ import pytest
 
 from oubliette.server import app
 from oubliette.server.droids.profiles import builtin
-from oubliette.server.errors import StorageFailed
+from oubliette.server.errors import NotFound, StorageFailed
 from oubliette.server.sessions import ends, insistence, sessions
 from oubliette.server.sessions.boxes import Boxes, OpenBox
 from oubliette.server.storage.database import Database
@@ -112,9 +112,9 @@ async def test_a_session_that_fails_during_an_outage_says_so_once_and_ends(
 
 
 async def test_a_session_that_idles_out_during_an_outage_ends_after_it(tmp_path: Path):
-    async with outage(tmp_path / "h", "LiveSession._expire", idle_after_s=1.0) as (here, database):
+    async with outage(tmp_path / "h", "LiveSession._expire", idle_after_s=4.0) as (here, database):
         told = await here.run(await here.project(), '[{"say": "x"}]')
-        async with asyncio.timeout(1.9):  # no second wait for a message
+        async with asyncio.timeout(7.5):  # no second wait for a message
             assert (await end_of(here, told["session_id"]))["status"] == "timed_out"
         await database.refused()
 
@@ -210,3 +210,10 @@ async def test_a_sweep_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: p
         for _ in range(3):
             await database.refused()
             database.refuse("App._sweep", times=1)
+
+
+async def test_a_refusal_tells_why_though_it_cannot_be_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with outage(tmp_path / "h", "Gate._refused") as (here, _):
+        with pytest.raises(NotFound, match="no project"):
+            await here.ask("project_get", project_id="none")
+    assert "a refusal is not in the audit" in caplog.text

@@ -96,7 +96,8 @@ class Folders:
     def workspaces(self) -> list[tuple[str, str]]:
         """Each workspace that has a folder: its project and its own id."""
         found = (self.home / "projects").glob("*/workspaces/*")
-        return sorted((path.parts[-3], path.name) for path in found if _NAME.match(path.name))
+        named = ((path.parts[-3], path.name) for path in found)
+        return sorted(where for where in named if all(map(_NAME.match, where)))
 
     def set_aside(self, project_id: str, workspace_id: str | None) -> None:
         """Take the files of a workspace, or of a project with all of them, to where `clear` removes them."""

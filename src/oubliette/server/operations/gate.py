@@ -5,6 +5,7 @@ resolved from the thing. Every refused call leaves an audit row of its own, at w
 it; what is done leaves one in its transaction.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from oubliette.server.operations.operation import Asked, Operation, Rooms, Targe
 from oubliette.server.sessions.rows import Session
 from oubliette.server.storage.database import Tx
 from oubliette.server.tokens.token import Actor
+
+logger = logging.getLogger(__name__)
 
 NAMED_CHARS = 64
 _TOOL = re.compile(r"[a-z]+(?:_[a-z]+)+")
@@ -106,7 +109,10 @@ class Gate:
             check_owner(actor, session)
 
     async def _refused(self, asked: Asked, name: str, arguments: bytes | dict[str, Any], failure: Exception) -> None:
-        """Leave a row of its own: what a refused operation wrote is gone with it, its audit row included."""
+        """Leave a row of its own: what a refused operation wrote is gone with it, its audit row included.
+
+        A database that does not take it is no reason to tell anybody something else than why they were refused.
+        """
         if isinstance(failure, StorageFailed):
             return  # nor would this be written
         kind = failure.kind if isinstance(failure, OublietteError) else "internal"
@@ -120,7 +126,10 @@ class Gate:
         async def write(tx: Tx) -> None:
             await audit.write(tx, now, entry)
 
-        await self._rooms.database.write(write)
+        try:
+            await self._rooms.database.write(write)
+        except StorageFailed as fault:
+            logger.error("a refusal is not in the audit", extra={"operation": operation, "reason": fault.message})
 
 
 def named(tool: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from oubliette.server import audit
@@ -63,7 +64,8 @@ class Sessions:
         """The tools that are lent to these sessions changed: to what the rows say."""
         async with self._declaring:  # so that who read them last is the last to tell of them
             for session_id in session_ids:
-                session = await self.get(session_id)
+                # It is committed: whoever sees to it may not leave it half done.
+                session = await insist(session_id, partial(self.get, session_id))
                 if session.is_live and session.id in self._live:
                     self._rooms.exchange.open_desk(session.id, session.root_id, session.owner, session.declaration)
                     self.declared(session.id)
