@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from oubliette.caller.crew import Crew
 from oubliette.caller.errands import Errand
 from oubliette.caller.lane import Lanes
@@ -59,4 +61,21 @@ async def test_of_deadlines_that_cannot_be_moved_yet_the_last_is_told():
     for _ in range(2):  # its task begins, and the turn in which that posts is over
         await asyncio.sleep(0)
     assert b'"extend_seconds":7' in wire.written[-1]
+    await world.crew.dismiss()
+
+
+async def test_what_is_not_json_is_not_sent_and_stands_in_nobodys_way(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    wire = world.connect()
+    for told in ({"progress": object()}, {"progress": object(), "extend_seconds": 5}):
+        for _ in range(REPORTS_OPEN + 1):
+            world.reports.send(world.errand, told)
+    assert "not JSON" in caplog.text
+    world.reports.send(world.errand, {"progress": 1})
+    world.reports.send(world.errand, {"extend_seconds": 7})
+    for _ in range(2):
+        await asyncio.sleep(0)
+    sent = b"".join(wire.written)
+    assert b'"progress":1' in sent
+    assert b'"extend_seconds":7' in sent
     await world.crew.dismiss()

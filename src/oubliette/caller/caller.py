@@ -15,6 +15,7 @@ blips, restarts of the server and repeated requests change nothing of that.
 """
 
 import asyncio
+import math
 import ssl
 import uuid
 from collections.abc import Callable
@@ -152,6 +153,8 @@ class Caller:
         With `wait_seconds` the turn may end first, or not. `options` are other parameters of `session_message`.
         Raises `CallerError` by its kind.
         """
+        if not 0 <= wait_seconds < math.inf:
+            raise ValueError(f"wait_seconds is a number of seconds, not {wait_seconds}")
         session = Session(self)
         await session.open({"project_id": await self.project_id(project), "message": message} | options)
         # Not as long as the message waits: until its answer we know of no session, to poll for or to come back to.

@@ -1,6 +1,7 @@
 """What a running tool tells of itself: sent once, and until it is taken where it moves the call's deadline."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from oubliette.caller.errands import Errand
 from oubliette.caller.http1 import Response
 from oubliette.caller.lane import Lanes
 from oubliette.caller.patience import Patience
+
+logger = logging.getLogger(__name__)
 
 # So many that tell of progress alone are on their way at once; more are dropped, for the next tells more.
 REPORTS_OPEN = 1024
@@ -25,7 +28,7 @@ class Reports:
         self._crew = crew
         self._next_id = next_id
         self._open = 0
-        self._moving: dict[str, dict[str, Any]] = {}  # by request: the newest of what moves its deadline
+        self._moving: dict[str, bytes] = {}  # by request: the newest of what moves its deadline
 
     def send(self, errand: Errand, told: dict[str, Any]) -> None:
         """Tell the droid of an errand how far it is, and the server how long it may still take."""
@@ -34,14 +37,19 @@ class Reports:
         arguments: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
         arguments["session_id"] = errand.asked.session_id
         request_id = arguments["request_id"] = errand.asked.request_id
+        try:
+            body = self._body(arguments)
+        except (TypeError, ValueError, OverflowError) as failure:
+            logger.warning("what a tool told of itself is not JSON, and was not sent: %s", failure)
+            return
         if "extend_seconds" in arguments:
             is_told = request_id in self._moving
-            self._moving[request_id] = arguments
+            self._moving[request_id] = body
             if not is_told:
                 self._crew.start(self._insist(errand), "extend")
         elif self._open < REPORTS_OPEN:
             self._open += 1
-            self._lanes.post(self._body(arguments), self._heard)
+            self._lanes.post(body, self._heard)
 
     def _heard(self, response: Response | None) -> None:
         """Progress alone is worth one try: the next tells more."""
@@ -50,17 +58,17 @@ class Reports:
     async def _insist(self, errand: Errand) -> None:
         request_id, patience = errand.asked.request_id, Patience()
         while not errand.over:
-            arguments = self._moving[request_id]
+            body = self._moving[request_id]
             answered: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
 
             def heard(response: Response | None, answered: asyncio.Future[Response | None] = answered) -> None:
                 if not answered.done():
                     answered.set_result(response)
 
-            self._lanes.post(self._body(arguments), heard)
+            self._lanes.post(body, heard)
             if not _is_final(await answered):
                 await asyncio.sleep(patience.next_s())
-            elif self._moving[request_id] is arguments:
+            elif self._moving[request_id] is body:
                 break
         del self._moving[request_id]
 
