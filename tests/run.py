@@ -26,6 +26,7 @@ CHECKS = (
     ("import contracts", ["lint-imports", "--no-logo", "--cache-dir", str(CACHES / "import-linter")]),
     ("dependencies", ["deptry", "src"]),
 )
+PEERS = [sys.executable, "-c", "from tests.kit.node import every_peer; every_peer()"]
 PYTEST = [sys.executable, "-m", "pytest"]
 
 
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
     install_missing()
     if arguments:
         return subprocess.call([*PYTEST, *arguments], cwd=ROOT)
-    failed = [name for name, command in CHECKS if not passes(name, command)]
+    failed = [name for name, command in (*CHECKS, ("programs to test against", PEERS)) if not passes(name, command)]
     if failed:
         say(f"failed: {', '.join(failed)}; pytest follows")
     # The processes of one run order sets alike, or they would collect different tests; the next run orders anew.

@@ -454,6 +454,11 @@ async def test_a_client_killed_over_progress_ends_its_call(tmp_path: Path, point
         await lose_client(here, session_id, point)
         assert (await ended_once(here, session_id))["state"] == "cancelled"
         go.touch()
+        if whose == "the SDK's":  # ours was told that it is not wanted any more, and gives none
+            answer = {"operation": "caller_tool_response", "session_id": session_id}
+            async with asyncio.timeout(20):
+                while not records(here.server.home, "audit", **answer):
+                    await asyncio.sleep(0.02)
         assert (await ended_once(here, session_id))["state"] == "cancelled", "a late answer changes nothing"
     assert ran.read_text() == "7\n"
 

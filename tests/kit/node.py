@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.kit.peer_environments import KEPT, PEERS, environment, run
+from tests.kit.peer_environments import KEPT, PEERS, environment, python_peer, run
 
 TOOLS = Path(sys.executable).parent
 NODE = TOOLS / "node"
@@ -56,3 +56,11 @@ def node_peer(name: str) -> NodePeer:
         run([str(TOOLS / "npm"), "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--cache", cache_folder], place)
 
     return NodePeer(environment(f"node-{name}", wanted, make))
+
+
+def every_peer() -> None:
+    """Make each environment that is not there yet, so that no test pays for it with its own time."""
+    for lock in sorted((PEERS / "python").glob("*.lock")):
+        python_peer(lock.stem)
+    for folder in sorted(path for path in (PEERS / "node").iterdir() if path.is_dir()):
+        node_peer(folder.name)
