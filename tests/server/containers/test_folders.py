@@ -1,3 +1,5 @@
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,19 @@ def test_what_somebody_else_put_there_is_left_alone(folders: Folders, tmp_path: 
     for name in ("p copy", ".kept"):
         (tmp_path / "projects" / name / "workspaces" / "w1").mkdir(parents=True)
     assert folders.workspaces() == [("p", "w1"), ("p", "w2")]
+
+
+def test_a_tree_too_deep_for_calls_is_removed_wherever_this_process_looks_for_programs(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+):
+    within = os.open(folders.workspace("p", "w1"), os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("d", dir_fd=within)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=within)
+        os.close(within)
+        within = deeper
+    os.close(within)
+    monkeypatch.setenv("PATH", "/nowhere")
+    folders.set_aside("p", "w1")
+    folders.clear()
+    assert list((folders.home / "projects" / ".gone").iterdir()) == []

@@ -9,6 +9,7 @@ HOME/projects/.gone/<number>/                     what was deleted and is not re
 """
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -76,7 +77,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     except (OSError, RecursionError):
         for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):  # both leave alone what links lead to
-            subprocess.run([*tool, "--", path], capture_output=True, check=False)
+            subprocess.run([*tool, "--", path], env={"PATH": os.defpath}, capture_output=True, check=False)
 
 
 class Folders:
