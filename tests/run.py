@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,7 +47,12 @@ def main(arguments: list[str]) -> int:
     # The processes of one run order sets alike, or they would collect different tests; the next run orders anew.
     seed = os.environ.setdefault("PYTHONHASHSEED", str(random.randrange(1, 2**32)))
     say(f"pytest, with PYTHONHASHSEED={seed}")
-    code = subprocess.call([*PYTEST, "-n", "2"], cwd=ROOT)
+    # A place of its own: what other runs left there, trees too deep for a Python to remove even, is not ours to meet.
+    place = tempfile.mkdtemp(prefix="oub-tests-")
+    try:
+        code = subprocess.call([*PYTEST, "-n", "2", f"--basetemp={place}/t"], cwd=ROOT)
+    finally:
+        subprocess.call(["rm", "-rf", place])
     return code or bool(failed)
 
 
