@@ -2,8 +2,9 @@
 
 A carrier of a session is a stream, a poll or a watch that names it, or the stream of the MCP session that last
 declared, messaged, watched or paged it. (One that has no stream yet leaves the session where it was: a caller that
-merely looks in by another program does not deafen itself.) A request is on one carrier at a time, the newest; only
-when that one goes is it announced on another, with `redelivery` counted up.
+merely looks in by another program does not deafen itself.) A request is on one carrier at a time, the newest that is
+here; only when that one goes is it announced on another, with `redelivery` counted up. While none is here, or the
+newest is read slower than it is told, requests wait on no carrier.
 
 Presence follows from the same book: a session whose owner has no live carrier, for longer than the grace and
 beyond what was promised, is *absent*, and its pending calls end as disconnected. What promises: an answer to
